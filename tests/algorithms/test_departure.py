@@ -12,7 +12,7 @@ from scipy import stats
 
 import fedppl
 from fedppl import Status, gaussian
-from fedppl.algorithms.ep._rounds import Outcome, refuse_skewed
+from fedppl.algorithms.ep._rounds import Outcome, refused
 from fedppl.numerics import importance as _importance
 from fedppl.numerics.streams import whitened_points
 from fedppl.results import diagnostics
@@ -107,7 +107,7 @@ def test_a_skewness_that_several_have_is_not_called_converged() -> None:
             skewed=state.skewed._replace(total=np.array([skewness]), without=np.array([without])),
             clients=state.clients._replace(errors=np.full(4, error)),
         )
-        return refuse_skewed(Outcome(told, None, Status.CONVERGED)).status  # type: ignore[arg-type]
+        return refused(Outcome(told, None, Status.CONVERGED), None).status  # type: ignore[arg-type]
 
     assert status(-0.5, -0.4) is Status.STALLED
     assert status(-0.5, -0.01) is Status.CONVERGED and status(-0.5, 0.4) is Status.CONVERGED

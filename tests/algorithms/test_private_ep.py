@@ -14,7 +14,6 @@ from scipy.stats import chi2, kstest, norm
 import fedppl
 from benchmarks._attacks import budget
 from fedppl import gaussian, privacy, structure
-from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep.private import PrivateEPClientState, frame_of, length, unwhiten, whiten
 from fedppl.contracts import AnyAlgorithm, LocalInference, Moments, Received, Request
 from fedppl.gaussian import Gaussian
@@ -23,7 +22,11 @@ from fedppl.types import DeclarationError, Layout, LocalFailure, Status, Variabl
 from tests.support import problems
 from tests.support.states import received
 
-FORMS = {"full": structure.full(3), "diagonal": structure.diagonal(3), "blocks": structure.block(3, [(0, 2), (1,)])}
+FORMS = {
+    "full": structure.full(3),
+    "diagonal": structure.block(3, [[0], [1], [2]]),
+    "blocks": structure.block(3, [(0, 2), (1,)]),
+}
 
 
 def private(**settings: Any) -> AnyAlgorithm:
@@ -236,7 +239,9 @@ def test_whitening_can_be_undone(name: str, rng: np.random.Generator) -> None:
     q = Gaussian(rng.normal(size=3), root @ root.T + np.eye(3))
     packed, linear = rng.normal(size=(5, structure.packed_size(form))), rng.normal(size=(5, 3))
     frame = frame_of(q, form, 2.5)
-    vectors = np.stack([whiten(frame, r, Q) for r, Q in zip(linear, _sites.dense(packed, form), strict=True)])
+    vectors = np.stack(
+        [whiten(frame, r, Q) for r, Q in zip(linear, structure.unpack_precision(packed, form), strict=True)]
+    )
     assert vectors.shape == (5, length(form))
     back_linear, back_packed = unwhiten(frame, vectors)
     np.testing.assert_allclose(back_linear, linear, rtol=1e-10, atol=1e-10)

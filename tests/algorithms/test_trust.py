@@ -16,7 +16,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
 from benchmarks._attacks import trust as attacks
-from fedppl import gaussian
+from fedppl import gaussian, structure
 from fedppl.algorithms.ep import _rounds, _trust
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep._rounds import Outcome
@@ -44,7 +44,7 @@ def ledger(prior: Gaussian, linear: Any, precision: Any, form: str = "full") -> 
 
 def brute(sites: Sites) -> Any:
     """Each client's pull in cavity sds, (K, m), and in norm, (K,): q is built anew without it."""
-    precision = _sites.dense(sites.precision, sites.structure)
+    precision = structure.unpack_precision(sites.precision, sites.structure)
     mean = np.linalg.solve(sites.q.precision, sites.q.linear)
     along, norm = [], []
     for k in range(len(precision)):
@@ -151,7 +151,7 @@ def test_one_liar_is_held_back_and_the_honest_are_not(weight: float, rng: np.ran
         liar = int(rng.integers(1, 20))
         linear, precision = before.linear.copy(), before.precision.copy()
         precision[liar] *= weight
-        dense = _sites.dense(precision, before.structure)
+        dense = structure.unpack_precision(precision, before.structure)
         linear[liar] = dense[liar] @ (gaussian.mean(before.q) + 10.0 ** rng.uniform(1.3, 6) / min(weight, 1))
         found = _trust.bound(_sites.update(before, linear, precision), 3.0)
         assert np.flatnonzero(found.held).tolist() == [liar]
@@ -188,7 +188,7 @@ def test_who_gives_nearly_all_precision_is_cut_to_what_leaves_the_others_readabl
 
 def test_precision_is_cut_only_in_the_direction_that_has_too_much(rng: np.random.Generator) -> None:
     before = honest(rng, np.ones(20), 3)
-    precision, direction = _sites.dense(before.precision, before.structure), rng.normal(size=3)
+    precision, direction = structure.unpack_precision(before.precision, before.structure), rng.normal(size=3)
     sharp = 1e13 * np.outer(direction, direction)
     precision[4] += sharp
     linear = before.linear.copy()
@@ -210,7 +210,9 @@ def test_where_many_lie_they_are_left_out_and_nobody_else_is_held(liars: int, rn
     found = _trust.bound(_sites.update(before, linear, before.precision), 3.0)
     assert np.flatnonzero(found.held).tolist() == list(range(liars))
     assert_bounded(found.sites, 3.0)
-    precision = _sites.dense(before.precision, before.structure)[liars:].sum(axis=0) + before.prior.precision
+    precision = (
+        structure.unpack_precision(before.precision, before.structure)[liars:].sum(axis=0) + before.prior.precision
+    )
     mean = np.linalg.solve(precision, before.prior.linear + before.linear[liars:].sum(axis=0))
     assert_allclose(gaussian.mean(found.sites.q), mean, rtol=1e-8)
 
@@ -275,7 +277,7 @@ def test_noise_scatters_and_a_drift_does_not(kind: str, rng: np.random.Generator
     for t in range(60):
         proposal = {"noise": rng.normal(size=2), "drift": site + 1.0, "fixed": np.ones(2)}[kind]
         step = max(1 / (t + 2), 0.1)
-        moves = _trust.followed(moves, [0], (proposal - site)[None], np.array([step]))
+        moves = _trust.followed(moves, [0], (proposal - site)[None], step)
         site = site + step * (proposal - site)
     drift, allowed = float(np.abs(moves.mean).max()), 3 * np.sqrt(_trust.backed_variance(moves, noise))
     if kind == "noise":
@@ -291,8 +293,8 @@ def test_one_odd_reply_weighs_no_more_after_averaging_has_begun_anew() -> None:
     for forget in (lambda moves: moves, _trust.averaged_anew):
         moves = _trust.no_moves(1, 1)
         for _ in range(6):
-            moves = _trust.followed(moves, [0], np.zeros((1, 2)), np.ones(1))
-        scatter.append(_trust.followed(forget(moves), [0], np.full((1, 2), 10.0), np.ones(1)).scatter[0])
+            moves = _trust.followed(moves, [0], np.zeros((1, 2)), 1.0)
+        scatter.append(_trust.followed(forget(moves), [0], np.full((1, 2), 10.0), 1.0).scatter[0])
     assert_allclose(scatter, 50.0 / 6)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.testing import assert_allclose, assert_array_equal
 
-from fedppl.algorithms.ep.sites import dense
+from fedppl import structure
 from fedppl.contracts import AnyAlgorithm, OnlySums, Point, Posterior, Received, Report, sum_replies
 
 
@@ -90,7 +90,7 @@ def assert_ledger_holds(state: Any) -> None:
     if not hasattr(state, "sites"):
         return
     sites = state.sites
-    precision = sites.prior.precision + sum(dense(row, sites.structure) for row in sites.precision)
+    precision = sites.prior.precision + sum(structure.unpack_precision(row, sites.structure) for row in sites.precision)
     linear = sites.prior.linear + sum(sites.linear)
     assert_allclose(sites.q.precision, precision, rtol=1e-10, atol=1e-10)
     assert_allclose(sites.q.linear, linear, rtol=1e-10, atol=1e-10)

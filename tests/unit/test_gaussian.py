@@ -17,6 +17,7 @@ from scipy.stats import multivariate_normal
 from fedppl import gaussian as ga
 from fedppl.algorithms.one_shot.consensus import precision_from_draws
 from fedppl.gaussian import Gaussian
+from fedppl.types import LocalFailure
 from tests.support.matrices import matrix, spd
 
 Array = NDArray[np.float64]
@@ -489,22 +490,19 @@ def test_precision_from_draws_against_the_formula() -> None:
 def test_precision_from_draws_refuses() -> None:
     """Too few, constant, collinear and broken draws."""
     rng = np.random.default_rng(21)
-    with pytest.raises(ValueError, match=r"5 draws of 3 coordinates .*m \+ 2 = 5"):
+    with pytest.raises(LocalFailure, match="raise draws="):
         precision_from_draws(rng.normal(size=(5, 3)))
     assert precision_from_draws(rng.normal(size=(6, 3))).shape == (3, 3)
     draws = rng.normal(size=(9, 3))
     draws[:, 1] = 0.1
-    with pytest.raises(ValueError, match="coordinate 1 of the draws has scatter 0"):
+    with pytest.raises(LocalFailure, match="raise draws="):
         precision_from_draws(draws)
     draws[:, 1] = 2 * draws[:, 0] - draws[:, 2] + 3
-    with pytest.raises(ValueError, match="collinear"):
+    with pytest.raises(LocalFailure, match="raise draws="):
         precision_from_draws(draws)
     draws[4, 2] = np.nan
-    with pytest.raises(ValueError, match=r"draws\[4, 2\] is nan"):
+    with pytest.raises(LocalFailure, match="raise draws="):
         precision_from_draws(draws)
-    for misfit in (draws[:, 0], draws[:, :0], draws[None]):
-        with pytest.raises(ValueError, match="one row per draw"):
-            precision_from_draws(misfit)
     column = rng.normal(size=(5, 1))
     assert_allclose(precision_from_draws(column), 2 / (4 * column.var(ddof=1)), rtol=1e-12)
 

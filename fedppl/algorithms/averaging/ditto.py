@@ -8,17 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl.algorithms.averaging import fedavg
-from fedppl.algorithms.averaging.fedavg import (
-    client_loss,
-    draw_point,
-    fitting_point,
-    kept_local,
-    pulled,
-    tolerance_rule,
-    weights_rule,
-)
-from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Needs, Result
-from fedppl.local.gradient_steps import Descent, check_batches, checked, descend
+from fedppl.algorithms.averaging.fedavg import client_loss, draw_point, fitting_point, kept_local, pulled, weights_rule
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Draws, Result
+from fedppl.local.gradient_steps import Descent, checked, descend
 from fedppl.local.target import local_mode
 from fedppl.settings import between, described, positive, whole
 from fedppl.types import Array, DeclarationError, LocalFailure, Message, Rng
@@ -104,24 +96,14 @@ def Ditto(
         name = "learning_rate" if personal_rate is None else "personal_rate"
         raise DeclarationError(f"{name}={personal.learning_rate} times lam={lam} must be below 2, or steps diverge.")
     settings = _Settings(descent, personal, lam, weights_rule(weights))
-    return Algorithm[fedavg.AverageState, DittoClientState](
-        name="Ditto",
-        settings=described(
-            descent,
-            lam=lam,
-            personal_steps=personal.steps,
-            personal_rate=personal.learning_rate,
-            weights=weights,
-            tolerance=tolerance,
-        ),
-        init=fedavg.init,
-        broadcast=fedavg.broadcast,
-        update_client=functools.partial(_update_client, settings=settings),
-        update_server=functools.partial(fedavg.update_server, tolerance=tolerance_rule(tolerance)),
-        replies=fedavg.REPLIES,
-        result=Result(fedavg.broadcast, functools.partial(_draw, settings=settings), fedavg.POINT),
-        needs=Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
-        disclosure=fedavg.AT_PHI,
+    rates = {"lam": lam, "personal_steps": personal.steps, "personal_rate": personal.learning_rate}
+    return fedavg.averaging(
+        "Ditto",
+        described(descent, **rates, weights=weights, tolerance=tolerance),
+        descent,
+        tolerance,
+        functools.partial(_update_client, settings=settings),
+        Result(fedavg.broadcast, functools.partial(_draw, settings=settings), fedavg.POINT),
     )
 
 
@@ -131,22 +113,22 @@ def _update_client(
     """FedAvg's reply, and steps on v_k with this round's φ."""
     phi, objective = np.asarray(message["phi"], dtype=float), client_loss(client, float(message["prior_share"]))
     before = personal and personal.local
-    local, reply, info = fedavg.stepped(client, before, phi, objective, rng, settings.descent, settings.weights)
+    kept, reply, info = fedavg.stepped(client, before, phi, objective, rng, settings.descent, settings.weights)
     v = fitting_point(client, personal and personal.point)
     if v is None:
         v, info = np.concatenate([phi, kept_local(client, before)[0]]), {**info, "blank": 1.0}
     v = _personal_steps(client, v, message, rng, settings)
-    return ClientUpdate(DittoClientState(local, v), reply, info)
+    return ClientUpdate(DittoClientState(kept.local, v), reply, info)
 
 
 def _personal_steps(client: ClientView, v: Array, message: Message, rng: Rng, settings: _Settings) -> Array:
     """v_k after its steps on F_k + λ/2 ‖v − φ‖²."""
-    objective, lam = client_loss(client, float(message["prior_share"])), settings.lam
-    objective = pulled(objective, lam, np.asarray(message["phi"], dtype=float))
+    objective = client_loss(client, float(message["prior_share"]))
+    objective = pulled(objective, settings.lam, np.asarray(message["phi"], dtype=float))
     try:
         return descend(client, v, objective, settings.personal, rng)
     except LocalFailure as failure:
-        rates = f"personal_rate={settings.personal.learning_rate:g} or lam={lam:g}"
+        rates = f"personal_rate={settings.personal.learning_rate:g} or lam={settings.lam:g}"
         raise LocalFailure(f"personal gradient steps diverged; lower {rates}") from failure
 
 

@@ -7,27 +7,24 @@ are all that the server needs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from fedppl import contracts, gaussian
 from fedppl.contracts import ClientUpdate, ClientView, Draws, Received, Report
+from fedppl.contracts.client import ClientFn
 from fedppl.local.gradient_steps import Descent, Objective, check_batches, checked, descend
 from fedppl.local.target import at_points, local_mode
 from fedppl.settings import between, described, one_of
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng, Status
 
+P = TypeVar("P")
 _MOST = 1e12  # rows, clients or steps of one reply
 
 
 def weighted(value: Array, weight: float) -> dict[str, Array]:
-    """A client's contribution to an average.
-
-    >>> weighted(np.array([1.0, 3.0]), 2.0)
-    {'weighted': array([2., 6.]), 'weight': array(2.)}
-    """
+    """A client's contribution to an average."""
     return {"weighted": weight * value, "weight": np.array(weight)}
 
 
@@ -41,21 +38,12 @@ def average(total: Message) -> Array:
 
 
 def not_positive(reply: Message, name: str) -> str | None:
-    """Why a reply is rejected, where a number is not positive, or None.
-
-    >>> not_positive({"weight": np.array(0.0)}, "weight")
-    "'weight' is 0, and must be positive"
-    """
-    value = float(reply[name])
-    return None if value > 0 else f"{name!r} is {value:.3g}, and must be positive"
+    """Why a reply is rejected, where a number is not positive, or None."""
+    return None if float(reply[name]) > 0 else f"{name!r} is {float(reply[name]):.3g}, and must be positive"
 
 
 def not_counted(reply: Message, *names: str) -> str | None:
-    """Why a reply is rejected, where a number of rows, clients or steps is implausible, or None.
-
-    >>> not_counted({"weight": np.array(0.5)}, "weight")
-    "'weight' is 0.5, and must be a whole number from 1 to 1e+12"
-    """
+    """Why a reply is rejected, where a number of rows, clients or steps is implausible, or None."""
     for name in names:
         value = float(reply[name])
         if not 1.0 <= value <= _MOST or value != np.round(value):
@@ -65,8 +53,7 @@ def not_counted(reply: Message, *names: str) -> str | None:
 
 def negative(reply: Message, name: str) -> str | None:
     """Why a reply is rejected, where a distance is negative, or None."""
-    value = float(reply[name])
-    return None if value >= 0 else f"{name!r} is {value:.3g}, and must not be negative"
+    return None if float(reply[name]) >= 0 else f"{name!r} is {float(reply[name]):.3g}, and must not be negative"
 
 
 def relative_change(before: Array, after: Array) -> float:
@@ -79,12 +66,13 @@ def relative_change(before: Array, after: Array) -> float:
 
 
 def root_mean_square_change(before: Array, after: Array) -> float:
-    """Root mean square of Δφ over coordinates.
-
-    >>> root_mean_square_change(np.zeros(2), np.array([2.0, 2.0]))
-    2.0
-    """
+    """Root mean square of Δφ over coordinates."""
     return float(np.sqrt(np.mean((after - before) ** 2)))
+
+
+def report(info: NamedTuple, done: bool, message: str) -> Report:
+    """Converged, or running with a message of what still moves and which setting helps."""
+    return Report(info, Status.CONVERGED if done else Status.RUNNING, "" if done else message)
 
 
 # Points: a client's loss with its part of the prior, local variables, and draws of a point ----------------------------
@@ -101,8 +89,7 @@ KeptLocal = LocalClientState | None  # none in its first round, or where it lost
 
 def client_loss(client: ClientView, prior_share: float) -> Objective:
     """F_k(φ, θ) = −[log p(y_k, θ | φ) + share · log p(φ)] / n_k: averaged over clients by n_k, the log posterior."""
-    scale = 1.0 / client.rows
-    prior = client.layout.prior
+    scale, prior = 1.0 / client.rows, client.layout.prior
     factor = scale * prior_share
     share = 0.0 if client.layout.prior_is_gaussian else prior_share
     return Objective(scale, factor * prior.precision, factor * prior.linear, share)
@@ -122,8 +109,20 @@ def fitting_local(client: ClientView, local: Array | None) -> Array | None:
 
 def kept_local(client: ClientView, local: Array | None) -> tuple[Array, dict[str, float]]:
     """Local variables to go on from, and a diagnostic when a client with local variables starts blank."""
-    local = fitting_local(client, local)
-    return (client.initial, {"blank": 1.0} if client.local_size else {}) if local is None else (local, {})
+    fitting = fitting_local(client, local)
+    if fitting is not None:
+        return fitting, {}
+    return client.initial, {"blank": 1.0} if client.local_size else {}
+
+
+def descended(
+    client: ClientView, local: Array | None, phi: Array, objective: Objective, descent: Descent, rng: Rng
+) -> tuple[Array, LocalClientState, float, dict[str, float]]:
+    """φ and local variables after T steps from φ, how far the local ones moved, and diagnostics."""
+    before, info = kept_local(client, local)
+    x = descend(client, np.concatenate([phi, before]), objective, descent, rng)
+    after = x[len(phi) :]
+    return x[: len(phi)], LocalClientState(after), relative_change(before, after), info
 
 
 def fitting_point(client: ClientView, point: Array | None) -> Array | None:
@@ -148,16 +147,17 @@ def weight_of(client: ClientView, weights: str) -> float:
 
 def draw_point(client: ClientView, phi: Array, local: Array | None, draws: int, chains: int) -> Draws:
     """Equal draws of one point; θ is the mode of p(θ | y, φ) if it is not given."""
-    if local is None:
-        arrived, local = local_mode(client, phi)
-        if not arrived:
-            raise LocalFailure("no mode of the local variables was found at the shared estimate; look at the data")
-    shape = (chains, draws)
-    return Draws(
-        np.broadcast_to(phi, (*shape, len(phi))).copy(),
-        np.broadcast_to(local, (*shape, client.local_size)).copy(),
-        {"point_estimate": 1.0},
-    )
+    local = local_mode_at(client, phi) if local is None else local
+    shared, own = (np.tile(point, (chains, draws, 1)) for point in (phi, local))
+    return Draws(shared, own, {"point_estimate": 1.0})
+
+
+def local_mode_at(client: ClientView, phi: Array) -> Array:
+    """The mode of p(θ | y, φ)."""
+    arrived, theta = local_mode(client, phi)
+    if not arrived:
+        raise LocalFailure("no mode of the local variables was found at the shared estimate; look at the data")
+    return theta
 
 
 # FedAvg and FedProx ---------------------------------------------------------------------------------------------------
@@ -191,9 +191,8 @@ def FedAvg(
               \phi \leftarrow \frac{\sum_k n_k \phi_k}{\sum_k n_k}, \qquad
               F_k = -\frac{\log p(y_k \mid \phi) + \frac1K \log p(\phi)}{n_k}
 
-    Averaged with weights n_k, the F_k are the log posterior per row: with one full-gradient step (``steps=1``) this is
-    gradient descent on it, and its fixed point the posterior's mode. Local variables take their steps along with φ,
-    and stay at the client.
+    With one full-gradient step (``steps=1``) this is gradient descent on the log posterior, and its fixed point the
+    mode. Local variables take their steps along with φ, and stay at the client.
 
     Parameters
     ----------
@@ -219,15 +218,14 @@ def FedAvg(
     Notes
     -----
     *When this fails.* With T > 1 and clients that differ, the fixed point is not the posterior's mode: clients drift
-    to their own modes between averages. A learning rate above 2 / λ_max diverges, and the client says so. The clients
-    differ in truth: one φ for all is then wrong for each of them; see `EP` and `HM1`.
+    to their own modes between averages. A learning rate above 2 / λ_max diverges, and the client says so.
 
     References
     ----------
     .. [1] McMahan et al. (2017), Communication-efficient learning of deep networks from decentralized data.
     .. [2] FedLin, section 6.2.
     """
-    return _averaging("FedAvg", checked(learning_rate, steps, batch_size), weights, tolerance)
+    return _fedavg("FedAvg", checked(learning_rate, steps, batch_size), weights, tolerance)
 
 
 def FedProx(
@@ -262,8 +260,7 @@ def FedProx(
 
     Notes
     -----
-    *When this fails.* μ makes the clients' drift smaller, not zero: with T > 1 and clients that differ, the fixed point
-    still is not the posterior's mode (`SCAFFOLD`'s is), and a large μ is slow.
+    *When this fails.* μ makes the clients' drift smaller, not zero (`SCAFFOLD` does), and a large μ is slow.
 
     References
     ----------
@@ -273,29 +270,45 @@ def FedProx(
     descent = checked(learning_rate, steps, batch_size)
     if descent.learning_rate * mu >= 2:
         raise DeclarationError(f"learning_rate={learning_rate} times mu={mu} must be below 2, or steps diverge.")
-    return _averaging("FedProx", descent, weights, tolerance, mu=mu)
+    return _fedavg("FedProx", descent, weights, tolerance, mu=mu)
 
 
-def _averaging(
+def _fedavg(
     name: str, descent: Descent, weights: str, tolerance: float, mu: float | None = None
 ) -> contracts.Algorithm[AverageState, LocalClientState]:
     """FedAvg, or FedProx with `mu`."""
     proximal = {} if mu is None else {"mu": mu}
-    return contracts.Algorithm[AverageState, LocalClientState](
+    settings = described(descent, **proximal, weights=weights, tolerance=tolerance)
+    update = functools.partial(_update_client, descent=descent, weights=weights_rule(weights), mu=mu)
+    return averaging(name, settings, descent, tolerance, update, contracts.Result(final_message, draw, POINT))
+
+
+def averaging(
+    name: str,
+    settings: dict[str, str],
+    descent: Descent,
+    tolerance: float,
+    update_client: ClientFn[P],
+    result: contracts.Result[AverageState, P],
+) -> contracts.Algorithm[AverageState, P]:
+    """An algorithm whose server averages φ over the clients that replied."""
+    return contracts.Algorithm[AverageState, P](
         name=name,
-        settings=described(descent, **proximal, weights=weights, tolerance=tolerance),
-        init=init,
+        settings=settings,
+        init=_init,
         broadcast=broadcast,
-        update_client=functools.partial(_update_client, descent=descent, weights=weights_rule(weights), mu=mu),
-        update_server=functools.partial(update_server, tolerance=tolerance_rule(tolerance)),
-        replies=REPLIES,
-        result=contracts.Result(final_message, draw, POINT),
+        update_client=update_client,
+        update_server=functools.partial(_update_server, tolerance=tolerance_rule(tolerance)),
+        replies=contracts.Replies(
+            lambda state: {"weighted": state.phi.shape, "weight": (), "local_change": ()}, reject, contracts.always
+        ),
+        result=result,
         needs=contracts.Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
-        disclosure=AT_PHI,
+        disclosure=contracts.Disclosure(functools.partial(at_points, name="phi")),
     )
 
 
-def init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> AverageState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> AverageState:
     """Start at the mean of the prior."""
     return AverageState(gaussian.mean(layout.prior), 1.0 / len(clients))
 
@@ -319,20 +332,16 @@ def _update_client(
     phi, objective = np.asarray(message["phi"], dtype=float), client_loss(client, float(message["prior_share"]))
     if mu is not None:
         objective = pulled(objective, mu, phi)
-    local, reply, info = stepped(client, personal and personal.local, phi, objective, rng, descent, weights)
-    return ClientUpdate(LocalClientState(local), reply, info)
+    return ClientUpdate(*stepped(client, personal and personal.local, phi, objective, rng, descent, weights))
 
 
 def stepped(
     client: ClientView, local: Array | None, phi: Array, objective: Objective, rng: Rng, descent: Descent, weights: str
-) -> tuple[Array, Message, Mapping[str, float]]:
+) -> tuple[LocalClientState, Message, dict[str, float]]:
     """Local variables after T steps from φ, a reply that is ready to be added up, and diagnostics."""
-    local, info = kept_local(client, local)
-    x = descend(client, np.concatenate([phi, local]), objective, descent, rng)
+    after, kept, moved, info = descended(client, local, phi, objective, descent, rng)
     weight = weight_of(client, weights)
-    moved = np.array(weight * relative_change(local, x[len(phi) :]))
-    reply = {**weighted(x[: len(phi)], weight), "local_change": moved}
-    return x[len(phi) :], reply, info
+    return kept, {**weighted(after, weight), "local_change": np.array(weight * moved)}, info
 
 
 def reject(state: Any, reply: Message) -> str | None:
@@ -340,32 +349,28 @@ def reject(state: Any, reply: Message) -> str | None:
     return not_counted(reply, "weight") or negative(reply, "local_change")
 
 
-def update_server(state: AverageState, received: Received, *, tolerance: float) -> tuple[AverageState, Report]:
+def _update_server(state: AverageState, received: Received, *, tolerance: float) -> tuple[AverageState, Report]:
     """φ is the weighted average of the replies."""
     if not received.clients:
         return state, Report(AverageInfo(np.nan, np.nan))
     total, phi = received.total, average(received.total)
-    change, local_change = relative_change(state.phi, phi), float(total["local_change"] / total["weight"])
-    done = change < tolerance and local_change < tolerance
-    moved = f"φ moved by {change:.2g}, local variables by {local_change:.2g} in the last round"
-    message = "" if done else f"{moved}; raise rounds=, or change learning_rate="
-    status = Status.CONVERGED if done else Status.RUNNING
-    return state._replace(phi=phi), Report(AverageInfo(change, local_change), status, message)
+    info = AverageInfo(relative_change(state.phi, phi), float(total["local_change"] / total["weight"]))
+    moved = f"φ moved by {info.change:.2g}, local variables by {info.local_change:.2g} in the last round"
+    done = info.change < tolerance and info.local_change < tolerance
+    return state._replace(phi=phi), report(info, done, f"{moved}; raise rounds=, or change learning_rate=")
 
 
-def final_message(state: AverageState, client_id: str) -> Message:
+def final_message(state: Any, client_id: str) -> Message:
     """φ."""
     return {"phi": state.phi}
 
 
-def draw(client: ClientView, personal: KeptLocal, message: Message, draws: int, chains: int, rng: Rng) -> Draws:
-    """The client's point: φ, and its own local parameters."""
-    phi = np.asarray(message["phi"], dtype=float)
+def draw(
+    client: ClientView, personal: KeptLocal, message: Message, draws: int, chains: int, rng: Rng, *, name: str = "phi"
+) -> Draws:
+    """The client's point: the shared parameters, by their name in the message, and its own local ones."""
+    phi = np.asarray(message[name], dtype=float)
     return draw_point(client, phi, fitting_local(client, personal and personal.local), draws, chains)
 
 
-REPLIES = contracts.Replies[AverageState](
-    lambda state: {"weighted": state.phi.shape, "weight": (), "local_change": ()}, reject, contracts.always
-)
-POINT = contracts.Point[AverageState](lambda state: state.phi)
-AT_PHI = contracts.Disclosure(functools.partial(at_points, name="phi"))
+POINT = contracts.Point[Any](lambda state: state.phi)

@@ -11,21 +11,25 @@ from numpy.typing import NDArray
 
 from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging.fedavg import (
+    POINT,
     KeptLocal,
     LocalClientState,
     client_loss,
+    descended,
     draw,
-    kept_local,
+    final_message,
     reject,
     relative_change,
+    report,
     tolerance_rule,
     weight_of,
     weights_rule,
 )
 from fedppl.contracts import Asked, ClientUpdate, ClientView, Received, Report
-from fedppl.local.gradient_steps import Descent, check_batches, checked, descend
+from fedppl.local.gradient_steps import Descent, check_batches, checked
+from fedppl.local.target import at_points
 from fedppl.settings import described, positive
-from fedppl.types import Array, Layout, Message, Rng, Status
+from fedppl.types import Array, Layout, Message, Rng
 
 
 class ScaffoldState(NamedTuple):
@@ -35,7 +39,6 @@ class ScaffoldState(NamedTuple):
     where: Mapping[str, int]  # client id to its row
     controls: Controls
     drifts: Array  # (K,) last distance of a client from φ and its local variables, |Δ| / (1 + |value|)
-    prior_share: float  # of log p(φ) in each client's loss, 1 / K
 
 
 class ScaffoldInfo(NamedTuple):
@@ -60,14 +63,12 @@ def SCAFFOLD(
               c_k \leftarrow c_k - c + \frac{\phi - y_k}{T \eta}, \qquad c = \frac{\sum_k w_k c_k}{\sum_k w_k}, \qquad
               \phi \leftarrow \phi + \eta_g \frac{\sum_k w_k (y_k - \phi)}{\sum_k w_k}
 
-    The sums that move φ run over the clients that replied, those of c over all that ever did. c_k is the mean gradient
-    along the client's path, so that at the fixed point of full-gradient steps Σ w_k ∇F_k = 0, whatever T and however
-    the clients differ: with weights n_k this is the posterior's mode.
+    The sums that move φ run over the clients that replied, those of c over all that ever did. At the fixed point of
+    full-gradient steps Σ w_k ∇F_k = 0, whatever T and however the clients differ: with weights n_k the mode.
 
     The server keeps the c_k, which clients do in the paper, and computes them from the y_k. So c is the mean of the c_k
-    in every round, whatever replies are lost, late or sent twice, and clients need no memory. In return the server has
-    to read single replies; their sum is not enough. A client that is asked for the first time takes plain steps, as if
-    its c_k were c.
+    in every round, whatever replies are lost, late or sent twice; in return the server has to read single replies. A
+    client that is asked for the first time takes plain steps, as if its c_k were c.
 
     Parameters
     ----------
@@ -93,8 +94,8 @@ def SCAFFOLD(
     Notes
     -----
     *When this fails.* Few clients a round make c stale: lower `server_rate` or `learning_rate` if φ oscillates. With
-    batches φ settles in a neighbourhood of the optimum only, and the status stays "max_rounds". Local variables are
-    followed by gradient steps and are no part of the correction: where they lag, c_k does.
+    batches φ settles in a neighbourhood of the optimum only, and the status stays "max_rounds". Local variables are no
+    part of the correction: where they lag, c_k does.
 
     References
     ----------
@@ -112,40 +113,30 @@ def SCAFFOLD(
         update_client=functools.partial(_update_client, descent=descent, weights=weights_rule(weights)),
         update_server=functools.partial(_update_server, descent=descent, rate=server_rate, tolerance=rule),
         replies=contracts.Replies(lambda state: {"phi": state.phi.shape, "weight": (), "local_change": ()}, reject),
-        result=contracts.Result(
-            lambda state, client_id: {"phi": state.phi}, draw, contracts.Point(lambda state: state.phi)
-        ),
+        result=contracts.Result(final_message, draw, POINT),
         needs=contracts.Needs(functools.partial(check_batches, batch_size=descent.batch_size)),
         disclosure=contracts.Disclosure(functools.partial(_asks, descent=descent)),
     )
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> ScaffoldState:
-    count = len(clients)
-    return ScaffoldState(
-        phi=gaussian.mean(layout.prior),
-        where={client_id: k for k, client_id in enumerate(clients)},
-        controls=no_controls(count, layout.size),
-        drifts=np.full(count, np.inf),
-        prior_share=1.0 / count,
-    )
+    where, count = {client_id: k for k, client_id in enumerate(clients)}, len(clients)
+    return ScaffoldState(gaussian.mean(layout.prior), where, no_controls(count, layout.size), np.full(count, np.inf))
 
 
 def _broadcast(state: ScaffoldState, client_id: str) -> Message:
     return {
         "phi": state.phi,
         "correction": correction(state.controls, state.where[client_id]),
-        "prior_share": np.array(state.prior_share),
+        "prior_share": np.array(1.0 / len(state.where)),
     }
 
 
 def _asks(layout: Layout, message: Message, *, descent: Descent) -> Asked:
     """Where the steps begin, and where the correction, which the server chooses, would lead them by itself."""
-    phi, added = (np.asarray(message[name], dtype=float) for name in ("phi", "correction"))
-    if phi.shape != (layout.size,):
-        raise ValueError(f"'phi' has shape {phi.shape}")
-    ends = phi + descent.learning_rate * descent.steps * added * np.array([[-1.0], [0.0], [1.0]])
-    return Asked(ends, np.zeros((0, layout.size)))
+    start, added = at_points(layout, message, "phi"), np.asarray(message["correction"], dtype=float)
+    length = descent.learning_rate * descent.steps
+    return start._replace(points=start.points + length * added * np.array([[-1.0], [0.0], [1.0]]))
 
 
 def _update_client(
@@ -153,16 +144,11 @@ def _update_client(
 ) -> ClientUpdate[LocalClientState]:
     """T corrected steps from φ."""
     phi, added = (np.asarray(message[name], dtype=float) for name in ("phi", "correction"))
-    local, info = kept_local(client, personal and personal.local)
     objective = client_loss(client, float(message["prior_share"]))
     objective = objective._replace(linear=objective.linear - added)
-    x = descend(client, np.concatenate([phi, local]), objective, descent, rng)
-    reply = {
-        "phi": x[: len(phi)],
-        "weight": np.array(weight_of(client, weights)),
-        "local_change": np.array(relative_change(local, x[len(phi) :])),
-    }
-    return ClientUpdate(LocalClientState(x[len(phi) :]), reply, info)
+    after, kept, moved, info = descended(client, personal and personal.local, phi, objective, descent, rng)
+    reply = {"phi": after, "weight": np.array(weight_of(client, weights)), "local_change": np.array(moved)}
+    return ClientUpdate(kept, reply, info)
 
 
 def _update_server(
@@ -177,13 +163,12 @@ def _update_server(
         moved = relative_change(state.phi, np.asarray(reply["phi"], dtype=float))
         drifts[state.where[client_id]] = max(moved, float(reply["local_change"]))
     phi = state.phi + rate * (ends.weights @ (ends.phi - state.phi)) / ends.weights.sum()
-    done = bool(np.all(drifts < tolerance))
-    message = "" if done else "some clients have not replied yet; raise rounds="
-    if not done and np.all(controls.weights > 0):
+    message = "some clients have not replied yet; raise rounds="
+    if np.all(controls.weights > 0):
         message = f"clients moved by up to {drifts.max():.2g} in a round; raise rounds=, or change learning_rate="
-    status = Status.CONVERGED if done else Status.RUNNING
     info = ScaffoldInfo(relative_change(state.phi, phi), float(drifts[ends.rows].max()))
-    return state._replace(phi=phi, controls=controls, drifts=drifts), Report(info, status, message)
+    after = state._replace(phi=phi, controls=controls, drifts=drifts)
+    return after, report(info, bool(np.all(drifts < tolerance)), message)
 
 
 # SCAFFOLD's control variates c_k in the server's ledger, with their weighted mean c -----------------------------------
@@ -228,8 +213,7 @@ def ends_of(received: Received, where: Mapping[str, int]) -> Ends:
 def entered(controls: Controls, ends: Ends, phi: Array, length: float | Array) -> Controls:
     """The ledger with c_k = (φ − φ_k) / (T η) − (c − c_k) of the clients that replied.
 
-    `length` is T η, one number or one for each of them, (R,). The first term is the mean of the corrected gradient
-    along a client's path. c is the mean of the whole ledger, computed anew.
+    `length` is T η, one number or (R,). The first term is the mean of the corrected gradient along a client's path.
     """
     each, weights = controls.each.copy(), controls.weights.copy()
     added = np.stack([correction(controls, row) for row in ends.rows])

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import special
 
 from fedppl import gaussian, structure
@@ -20,6 +19,7 @@ from fedppl.algorithms.ep.sites import Sites
 from fedppl.algorithms.ep.warm_start import Starts, WarmStart, pulls_alone, why_not_arrived
 from fedppl.contracts import Report
 from fedppl.results import diagnostics
+from fedppl.structure import Structure
 from fedppl.types import Array, Message, Status, as_declared
 
 logger = logging.getLogger(__name__)
@@ -84,12 +84,12 @@ class EPInfo(NamedTuple):
     """Diagnostics of this round."""
 
     phase: str
-    change_mean: float  # largest |Δ mean| in posterior sds, before damping
-    change_sd: float  # largest |Δ log sd|, before damping
-    damping: float
-    log_posterior: float  # log marginal posterior at the point, warm start only
-    mc_error: float  # Monte Carlo error of the global mean in posterior sds
-    skewness: float  # largest |skewness| of a margin of the posterior, by the factors
+    change_mean: float = np.inf  # largest |Δ mean| in posterior sds, before damping
+    change_sd: float = np.inf  # largest |Δ log sd|, before damping
+    damping: float = 1.0
+    log_posterior: float = np.nan  # log marginal posterior at the point, warm start only
+    mc_error: float = 0.0  # Monte Carlo error of the global mean in posterior sds
+    skewness: float = np.nan  # largest |skewness| of a margin of the posterior, by the factors
     held_back: int = 0  # clients whose sites were drawn in, where trust is set
     pull: float = np.nan  # the largest pull of a client on a mean before sites are drawn in, in sds of its cavity
     pulled_by: str = ""  # that client
@@ -111,6 +111,10 @@ def reported(outcome: Outcome) -> tuple[EPState, Report]:
     return state, Report(outcome.info, outcome.status, outcome.message, mild)
 
 
+def _joined(*messages: str | None) -> str:
+    return "; ".join(filter(None, messages))
+
+
 # Warm start -----------------------------------------------------------------------------------------------------------
 
 _BUDGET = 25.0  # expansions a client: a dozen do even from a prior a million times too wide
@@ -123,25 +127,23 @@ def newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Messag
         # With few clients a round, further searches by default would take too many rounds.
         if state.starts.modes:
             ended, sites, _ = _warm_start.next_search(state.starts._replace(left=state.starts.left[:0]), sites, None)
-            info = EPInfo("warm start", before.change, np.inf, 1.0, before.objective, 0.0, np.nan)
+            info = EPInfo("warm start", before.change, log_posterior=before.objective)
             return Outcome(state._replace(sites=sites, starts=ended, warm_start=None), info)
         state = state._replace(starts=None)
     if replies:
         sites, after, bounded = _warm_start.step(sites, before, replies, trust)
-    info = EPInfo("warm start", after.change, np.inf, 1.0, after.objective, 0.0, np.nan)
     over = not after.arrived and after.spent >= _BUDGET
     further = state.starts is not None and bool(state.starts.modes)  # not the first search
+    message = "" if after.arrived or further else why_not_arrived(sites, after)
+    if bounded is not None and not after.arrived and np.all(np.isnan(bounded.pull)):
+        message = _joined(pulls_alone(sites, before.point), message)
     outcome = Outcome(
         state._replace(sites=sites, warm_start=None if after.arrived else after),
-        info,
+        EPInfo("warm start", after.change, log_posterior=after.objective),
         Status.STALLED if over else Status.RUNNING,
-        "" if after.arrived or further else why_not_arrived(sites, after),
+        message,
     )
-    if bounded is not None and trust is not None:
-        outcome = hold_back(outcome, _sites.indices(sites, replies), bounded, trust, 1.0)
-        if not after.arrived and np.all(np.isnan(bounded.pull)):
-            alone = pulls_alone(sites, before.point)
-            outcome = outcome._replace(message="; ".join(filter(None, (alone, outcome.message))))
+    outcome = hold_back(outcome, _sites.indices(sites, replies), bounded, trust, 1.0)
     return with_names(_searched(outcome, after), trust)
 
 
@@ -165,10 +167,7 @@ def _searched(outcome: Outcome, search: WarmStart) -> Outcome:
 
 _MOST_CLAIMED = 0.5  # Monte Carlo error in posterior sds at which a client's own figure is cut
 _MOST_ERROR_LEFT = 0.2  # Monte Carlo error of the means, in posterior sds after averaging, with which a fit converges
-LESS_NOISE = (
-    "take more draws or points, as in local=fedppl.local.NUTS(draws=4000) or "
-    "local=fedppl.local.NestedLaplace(points=1024)"
-)
+LESS_NOISE = "take more draws or points: local=fedppl.local.NUTS(draws=4000), or NestedLaplace(points=1024)"
 _SKEWED = 0.5  # skewness with which tail quantiles under a Gaussian are off by a few tenths of an sd
 _ROUNDS, _REPLIES = 4, 2  # averaged rounds, and replies of every client, from which the mean move is judged
 _BY_CHANCE = 1e-3  # probability that any client of an honest run has such a pull
@@ -181,12 +180,11 @@ def ep_round(
 ) -> Outcome:
     """Moment matching: the clients' tilted natural parameters against q's."""
     if not replies:
-        return Outcome(state, EPInfo("EP", 0.0, 0.0, state.steps.damping, np.nan, 0.0, np.nan))
+        return Outcome(state, EPInfo("EP", 0.0, 0.0, state.steps.damping))
     sites, q, form = state.sites, state.sites.q, state.sites.structure
-    target_linear, target_packed = targets(sites, replies)
+    target_linear, target_packed = _targets(form, replies)
     # A prior with correlations puts q outside a smaller family: its projection takes its place.
-    whole = form.blocks is not None and len(form.blocks) == 1
-    inside = q if whole else _sites.in_family(gaussian.mean(q), gaussian.covariance(q), form)
+    inside = q if _sites.is_full(form) else structure.project(gaussian.mean(q), gaussian.covariance(q), form)
     # Cumulants of log factors add, so the small skewnesses of K tilted distributions make the posterior's.
     skewness = np.stack([reply["skewness"] for reply in replies.values()]) * len(sites.where) / len(replies)
     return damped_step(
@@ -202,19 +200,15 @@ def ep_round(
     )
 
 
-def targets(sites: Sites, replies: Mapping[str, Message]) -> tuple[Array, Array]:
+def _targets(form: Structure, replies: Mapping[str, Message]) -> tuple[Array, Array]:
     """Natural parameters of the clients' tilted distributions inside the family, packed."""
     means = np.stack([reply["mean"] for reply in replies.values()])
     precisions = gaussian.unpack_triangle(np.stack([reply["precision"] for reply in replies.values()]))
-    form = sites.structure
-    if form.blocks is not None and len(form.blocks) == 1:
+    if _sites.is_full(form):
         return np.einsum("kij,kj->ki", precisions, means), structure.pack_precision(precisions, form)
-    projected = [
-        structure.project(mean, np.linalg.inv(precision), form)
-        for mean, precision in zip(means, precisions, strict=True)
-    ]
-    packed = [structure.pack_precision(g.precision, form) for g in projected]
-    return np.stack([g.linear for g in projected]), np.stack(packed)
+    projected = [structure.project(*pair, form) for pair in zip(means, np.linalg.inv(precisions), strict=True)]
+    packed = _sites.in_structure(np.stack([g.precision for g in projected]), form)
+    return np.stack([g.linear for g in projected]), packed
 
 
 def damped_step(
@@ -244,16 +238,15 @@ def damped_step(
     mc_error, fresh = float(np.linalg.norm(errors)), float(np.linalg.norm(mc_errors))
     delta, moved, bounded = _backtracked(state, rows, d_linear, d_packed, largest, trust)
     if moved is None:
-        outcome = Outcome(state, EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mc_error, skewed))
+        outcome = Outcome(state, EPInfo("EP", damping=0.0, mc_error=mc_error, skewness=skewed))
         outcome = hold_back(outcome, [], bounded, trust, 0.0)
-        # A client that is held back may be why others lack precision.
-        least = [] if np.any(outcome.state.clients.held) else _least_known(sites, rows, d_packed)
-        return with_names(outcome._replace(message=_no_step(least, noisy=mc_error > tolerance)), trust)
+        message = _no_step(outcome.state, rows, d_packed, noisy=mc_error > tolerance)
+        return with_names(outcome._replace(message=message), trust)
     sd, new_sd = gaussian.standard_deviations(q), gaussian.standard_deviations(moved.q)
     heading = np.concatenate([(gaussian.mean(moved.q) - gaussian.mean(q)) / sd, np.log(new_sd / sd)]) / delta
     turned = bool(heading @ state.steps.heading <= 0)
     shift, stretch = np.split(np.abs(heading), 2)
-    change_mean, change_sd = float(np.max(shift)), float(np.max(stretch))
+    info = EPInfo("EP", float(np.max(shift)), float(np.max(stretch)), delta, mc_error=mc_error, skewness=skewed)
     # A site is a weighted mean of its client's replies, each with an error of its own. The remainder of the first site
     # counts as a reply with that error.
     noise = state.clients.noise.copy()
@@ -261,8 +254,8 @@ def damped_step(
     noise[rows] = np.where(noise[rows] > 0, averaged, mc_errors**2)
     moves = state.clients.moves
     if state.steps.averaging:
-        new = _trust.moves_of(q, d_linear, _sites.dense(d_packed, sites.structure))
-        moves = _trust.followed(moves, rows, new, np.full(len(rows), delta))
+        new = _trust.moves_of(q, d_linear, structure.unpack_precision(d_packed, sites.structure))
+        moves = _trust.followed(moves, rows, new, delta)
     without = total - np.take_along_axis(skewness, by[None], axis=0)[0]
     state = state._replace(
         sites=moved,
@@ -270,8 +263,7 @@ def damped_step(
         skewed=Skewed(total, np.asarray(rows)[by], without),
         clients=state.clients._replace(errors=errors, noise=noise, moves=moves),
     )
-    outcome = Outcome(state, EPInfo("EP", change_mean, change_sd, delta, np.nan, mc_error, skewed))
-    outcome = hold_back(outcome, rows, bounded, trust, delta)
+    outcome = hold_back(Outcome(state, info), rows, bounded, trust, delta)
     return with_names(judge(outcome, rows, turned, fresh, tolerance, largest), trust, bounded)
 
 
@@ -296,21 +288,18 @@ def _backtracked(
     return delta, None, bounded
 
 
-def _least_known(sites: Sites, rows: list[int], d_packed: Array) -> list[str]:
-    """Clients that take away most precision."""
-    _, root = gaussian.affine(sites.q)
-    lost = [float(np.linalg.eigvalsh(root.T @ _sites.dense(packed, sites.structure) @ root)[0]) for packed in d_packed]
-    names = list(sites.where)
-    return [names[rows[r]] for r in np.argsort(lost, kind="stable") if lost[r] < 0.5 * min(lost)]
-
-
-def _no_step(least: list[str], noisy: bool) -> str:
+def _no_step(state: EPState, rows: list[int], d_packed: Array, noisy: bool) -> str:
     """No step keeps q proper: the clients that take away more precision than there is, and what helps."""
-    who = f"clients {least[:5]} take more precision than there is" if least else "too much precision is taken"
+    sites, who = state.sites, "too much precision is taken"
+    if not np.any(state.clients.held):  # a client that is held back may be why others lack precision
+        _, root = gaussian.affine(sites.q)
+        lost = np.linalg.eigvalsh(root.T @ structure.unpack_precision(d_packed, sites.structure) @ root)[:, 0]
+        names = list(sites.where)
+        least = [names[rows[r]] for r in np.argsort(lost, kind="stable") if lost[r] < 0.5 * min(lost)]
+        who = f"clients {least[:5]} take more precision than there is" if least else who
     return (
-        f"no step leads on to a posterior with variances: {who}, as where a client's likelihood is flat or nearly so. "
-        "Declare priors that hold every scale, shared and local (not Gamma(.001, .001)), or "
-        + (LESS_NOISE if noisy else "use local=fedppl.local.NUTS(draws=4000)")
+        f"no step leads on to a posterior with variances: {who}. Declare priors that hold every scale, shared and "
+        f"local (not Gamma(.001, .001)), or {LESS_NOISE if noisy else 'use local=fedppl.local.NUTS(draws=4000)'}"
     )
 
 
@@ -323,16 +312,15 @@ def judge(outcome: Outcome, rows: list[int], turned: bool, fresh: float, toleran
     """Set the next damping, and decide whether q has converged.
 
     The change has `turned` where it opposes that of the round before; `fresh` is the error of this round's replies.
-    The clients' own errors start the averaging of rounds, and keep q from converging where they are too large. Whether
-    moves are small enough does not depend on them alone: moves are averaged with their signs, so that noise cancels,
-    and compared with the errors of all but the client that reports most, and with the scatter of that one's replies.
+    The clients' own errors start the averaging of rounds, and keep q from converging where they are too large. Moves
+    are averaged with their signs, so that noise cancels, and compared with errors that no client can raise alone.
     """
-    state, mc_error = outcome.state, outcome.info.mc_error
+    state, mc_error, moves = outcome.state, outcome.info.mc_error, outcome.state.clients.moves
     change = max(outcome.info.change_mean, outcome.info.change_sd)
-    noisy = mc_error > tolerance
-    drift = state.clients.moves.mean.sum(axis=0)
-    limit = max(tolerance, 3 * np.sqrt(_trust.backed_variance(state.clients.moves, state.clients.noise)))
-    seen = state.steps.averaging + 1 >= _ROUNDS and bool(np.all(state.clients.moves.replies >= _REPLIES))
+    noisy, held = mc_error > tolerance, bool(np.any(state.clients.held))
+    drift = moves.mean.sum(axis=0)
+    limit = max(tolerance, 3 * np.sqrt(_trust.backed_variance(moves, state.clients.noise)))
+    seen = state.steps.averaging + 1 >= _ROUNDS and bool(np.all(moves.replies >= _REPLIES))
     drifts = bool(noisy and seen and np.abs(drift).max() > 2 * limit)
     few = 3 * max(fresh, tolerance)
     after = _next_damping(state, change, few, turned=turned, noisy=noisy, drifts=drifts, largest=largest)
@@ -341,31 +329,27 @@ def judge(outcome: Outcome, rows: list[int], turned: bool, fresh: float, toleran
     swept = bool(np.all(has_replied))
     # One small change of a noisy sweep may be luck: with Monte Carlo error, rounds are averaged before it counts.
     quiet = swept and not noisy and sweep_change < tolerance
-    averaged = seen and np.abs(drift).max() < limit
-    error, skewed = float(np.sqrt(state.clients.noise.sum())), ""
-    if (quiet or (swept and noisy and averaged)) and error <= _MOST_ERROR_LEFT and not np.any(state.clients.held):
+    averaged = swept and noisy and seen and np.abs(drift).max() < limit
+    error, status = float(np.sqrt(state.clients.noise.sum())), Status.RUNNING
+    if (quiet or averaged) and error <= _MOST_ERROR_LEFT and not held:
         status = Status.CONVERGED
         message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
         skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * min(mc_error, _MOST_ERROR_LEFT)))
-        skewed = "; ".join(filter(None, (skewed, _uncoupled(state))))
-        message = "; ".join(filter(None, (message, far_off(state))))
+        message = _joined(message, far_off(state), skewed, _uncoupled(state))
+    elif noisy and after.steps.averaging and np.all(moves.replies):
+        message = _noisy(state, drift, limit, error)
     else:
-        status, done = Status.RUNNING, f"{int(has_replied.sum())} of {len(has_replied)}"
-        remedy = f"raise rounds=, or {LESS_NOISE}" if noisy else "raise rounds="
+        done = f"{int(has_replied.sum())} of {len(has_replied)}"
         sweep = "the last sweep" if swept else f"a sweep of which {done} clients are done"
         message = f"{sweep} moved the posterior by {sweep_change:.2g} of its sds (tolerance {tolerance:g})"
-        if sweep_change >= tolerance or not np.any(state.clients.held):  # else no number of rounds helps
-            message = f"{message}; {remedy}"
-        if noisy and after.steps.averaging and bool(np.all(state.clients.moves.replies)):
-            message = _noisy(state, state.clients.moves.mean, drift, limit, error)
+        if sweep_change >= tolerance or not held:  # else no number of rounds helps
+            message = f"{message}; raise rounds={f', or {LESS_NOISE}' if noisy else ''}"
     steps = after.steps._replace(
         change=change,
         has_replied=np.zeros_like(has_replied) if swept else has_replied,
         sweep_change=0.0 if swept else sweep_change,
     )
-    after = after._replace(steps=steps)
-    message = "; ".join(filter(None, (message, skewed)))
-    return outcome._replace(state=after, status=status, message=message)
+    return outcome._replace(state=after._replace(steps=steps), status=status, message=message)
 
 
 def _next_damping(
@@ -375,12 +359,8 @@ def _next_damping(
 
     A change below a `few` errors is noise.
     """
-    averaging, falls, moves, count = (
-        state.steps.averaging,
-        state.steps.falls,
-        state.clients.moves,
-        len(state.sites.where),
-    )
+    averaging, falls = state.steps.averaging, state.steps.falls
+    moves, count = state.clients.moves, len(state.sites.where)
     if drifts:
         # The steps of averaging are too short for a q that still moves.
         moves, averaging, damping = _trust.averaged_anew(moves), 1, 0.5 * largest
@@ -402,35 +382,29 @@ def _next_damping(
     return state._replace(steps=steps, clients=state.clients._replace(moves=moves))
 
 
-def _noisy(state: EPState, moves: Array, drift: Array, limit: float, error: float) -> str:
+def _noisy(state: EPState, drift: Array, limit: float, error: float) -> str:
     """Why rounds that are averaged are not converged: too much error, too few rounds, or moves that go one way."""
-    size, names, m = np.abs(drift), list(state.sites.where), len(state.sites.labels)
-    worst = int(np.argmax(size))
-    if size[worst] < limit:
-        return (
-            f"averaged to a Monte Carlo error of {error:.2g} posterior sds (at most {_MOST_ERROR_LEFT:g} is called "
-            f"converged); raise rounds=, or {LESS_NOISE}"
-        )
+    names, m, moves = list(state.sites.where), len(state.sites.labels), state.clients.moves.mean
+    worst = int(np.argmax(np.abs(drift)))
+    if abs(drift[worst]) < limit:
+        averaged = f"averaged to a Monte Carlo error of {error:.2g} posterior sds (at most {_MOST_ERROR_LEFT:g})"
+        return f"{averaged}; raise rounds=, or {LESS_NOISE}"
     who = int(np.argmax(np.abs(moves[:, worst])))
     label = ("" if worst < m else "the sd of ") + as_declared(state.sites.labels[worst % m])
     return (
-        f"rounds are averaged, but what the clients move {label} by does not cancel: {drift[worst]:+.2g} posterior sds "
-        f"a round (at most {limit:.2g}), of which client {names[who]} {moves[who, worst]:+.2g}; raise rounds=, look at "
-        f"that client's data if it stays, or {LESS_NOISE}"
+        f"what clients move {label} by does not cancel: {drift[worst]:+.2g} posterior sds a round (at most "
+        f"{limit:.2g}), of which client {names[who]} {moves[who, worst]:+.2g}; look at its data, or {LESS_NOISE}"
     )
 
 
 def far_off(state: EPState) -> str:
     """The client that pulls a mean further than by chance, given what the others know; empty where none does."""
-    if len(state.sites.where) < 2:
-        return ""
-    k, i, pull = _strongest(_trust.pulls(state.sites))
-    if abs(pull) <= -special.ndtri(0.5 * _BY_CHANCE / (len(state.sites.where) * len(state.sites.labels))):
+    who, label, pull = _strongest(state.sites, np.ones(len(state.sites.where)))
+    if abs(pull) <= -special.ndtri(0.5 * _BY_CHANCE / state.clients.pull.size):
         return ""
     return (
-        f"client {list(state.sites.where)[k]} pulls {as_declared(state.sites.labels[i])} by {pull:+.2g} sds of "
-        "what others know: look at its data, the units first, unless it alone has data on it. fedppl.EP(trust=3) would "
-        "hold it back"
+        f"client {who} pulls {as_declared(label)} by {pull:+.2g} sds of what others know: look at its data, the units "
+        "first, unless it alone has data on it. fedppl.EP(trust=3) would hold it back"
     )
 
 
@@ -440,40 +414,23 @@ def mark_unseen(state: EPState, clients: Collection[str]) -> EPState:
     return state._replace(clients=state.clients._replace(unseen=unseen))
 
 
-def refuse_lone_pull(outcome: Outcome, trust: float | None) -> Outcome:
-    """Not converged where a client whose rows are not here pulls against all others, unless `trust` bounds it."""
-    state = outcome.state
-    if outcome.status is not Status.CONVERGED or trust is not None or len(state.sites.where) < 2:
-        return outcome
-    k, i, pull = _strongest(np.where(state.clients.unseen[:, None], _trust.pulls(state.sites), 0.0))
-    if abs(pull) <= _ALONE:
-        return outcome
-    message = (
-        f"moments are matched, but client {list(state.sites.where)[k]}, whose rows nobody here can look at, pulls "
-        f"{state.sites.labels[i]} by {pull:+.2g} sds of what all others know (at most {_ALONE:g} is called converged): "
-        "have its data looked at, the units first. EP(trust=3) holds it back; where it is right, "
-        f"EP(trust={np.ceil(1.5 * abs(pull)):g}) takes it as it is"
-    )
-    return outcome._replace(status=Status.STALLED, message="; ".join(filter(None, (message, outcome.message))))
-
-
-def _strongest(pulls: Array) -> tuple[int, int, float]:
-    """Row, column and value of the largest pull in size."""
-    pulls = np.nan_to_num(pulls)
+def _strongest(sites: Sites, among: Array) -> tuple[str, str, float]:
+    """Client and coordinate of the largest pull in size, and its value, among some clients; 0 of a client alone."""
+    if len(sites.where) < 2:
+        return "", "", 0.0
+    pulls = np.where(among[:, None], np.nan_to_num(_trust.pulls(sites)), 0.0)
     k, i = np.unravel_index(int(np.argmax(np.abs(pulls))), pulls.shape)
-    return int(k), int(i), float(pulls[k, i])
+    return list(sites.where)[k], sites.labels[i], float(pulls[k, i])
 
 
 def _uncoupled(state: EPState) -> str:
     """A precision without some of its entries has no correlations there; empty where it has all entries."""
     form = state.sites.structure
-    if form.size == 1 or (form.blocks is not None and len(form.blocks) == 1):
+    if _sites.is_full(form):
         return ""
-    return (
-        "sds may be far too small where shared variables are correlated, which a "
-        f"{'diagonal structure' if form.blocks is None else 'structure of blocks'} leaves out: "
-        f'EP(structure="full") has that, and {_exact(state)} the posterior itself'
-    )
+    kind = "diagonal structure" if structure.packed_size(form) == form.size else "structure of blocks"
+    remedy = f'EP(structure="full") has that, and {_exact(state)} the posterior itself'
+    return f"sds may be far too small where shared variables are correlated, which a {kind} leaves out: {remedy}"
 
 
 def _exact(state: EPState) -> str:
@@ -482,25 +439,19 @@ def _exact(state: EPState) -> str:
 
 def _skewed(state: EPState, limit: float) -> str:
     """Coordinates whose margins are too skewed for a Gaussian, and what to do; empty where there are none."""
-    size = np.abs(state.skewed.total)
-    worst = [int(i) for i in np.argsort(-size, kind="stable") if size[i] > limit]
+    total, by, without = state.skewed
+    worst = [int(i) for i in np.argsort(-np.abs(total), kind="stable") if abs(total[i]) > limit]
     if not worst:
         return ""
-    names = list(state.sites.where)
-    named = ", ".join(
-        f"{as_declared(state.sites.labels[i])} {state.skewed.total[i]:.1f}"
-        # A skewness that one client of several makes is named as such.
-        + (
-            f" ({round(float(state.skewed.without[i]), 1) + 0.0:.1f} without client {names[state.skewed.by[i]]})"
-            if len(names) > 1 and abs(state.skewed.without[i]) <= limit
-            else ""
-        )
-        for i in worst[:3]
-    )
+    names, shown = list(state.sites.where), []
+    for i in worst[:3]:
+        of_one = len(names) > 1 and abs(without[i]) <= limit  # a skewness that one client of several makes
+        cause = f" ({round(float(without[i]), 1) + 0.0:.1f} without client {names[by[i]]})" if of_one else ""
+        shown.append(f"{as_declared(state.sites.labels[i])} {total[i]:.1f}{cause}")
     more = f" and {len(worst) - 3} more" if len(worst) > 3 else ""
     return (
-        f"rely on means more than on tails of what is skewed: {named}{more} on the scale that EP works on. Declare it "
-        f"on a scale where it is closer to normal, or use {_exact(state)}; see fit.idata['fit']['skewness']"
+        f"rely on means more than on tails of what is skewed: {', '.join(shown)}{more} on the scale that EP works on. "
+        f"Declare it closer to normal, or use {_exact(state)}; see fit.idata['fit']['skewness']"
     )
 
 
@@ -514,18 +465,29 @@ def hold_back(outcome: Outcome, rows: list[int], bounded: Bounded | None, trust:
     """
     if bounded is None or trust is None:
         return outcome
-    _warn(bounded, trust)
-    state, info = outcome.state, outcome.info
+    state, info, names = outcome.state, outcome.info, list(outcome.state.sites.where)
+    # Pulls of clients that are held back for their precision are not to blame.
+    pull, largest = np.nan_to_num(bounded.pull), np.abs(bounded.pull).max(axis=1)
+    of_precision = (bounded.takes | bounded.gives) & (np.nan_to_num(largest) <= trust)
+    pull = np.where(of_precision[:, None], 0.0, pull)
+    for k in np.flatnonzero(bounded.held):
+        logger.log(
+            logging.WARNING if np.any(pull[k]) else logging.INFO,  # honest factors may have such precisions
+            "client %s held back: it %s (of what the others know), trust=%s",
+            names[k],
+            _where_it_pulls(pull[k], state.sites.labels),
+            trust,
+            extra={"client": names[k], "status": "held back"},
+        )
     remaining = state.clients.held.copy()
     remaining[rows] *= 1 - step
     remaining[remaining < _LITTLE] = 0.0
     # A client whose pull is not known is held for this round alone: nothing was drawn in.
     held = np.maximum(np.where(bounded.held, 1.0, remaining), np.where(bounded.unknown, _LITTLE, 0.0))
-    pull = np.where((held > 0) & ~bounded.held, state.clients.pull.T, _blamed_pulls(bounded, trust).T).T
-    size = np.nan_to_num(np.abs(bounded.pull).max(axis=1), nan=-1.0)
-    most = int(np.argmax(size))
-    if size[most] >= 0:
-        info = info._replace(pull=float(size[most]), pulled_by=list(state.sites.where)[most])
+    pull = np.where(((held > 0) & ~bounded.held)[:, None], state.clients.pull, pull)
+    if not np.all(np.isnan(largest)):
+        most = int(np.nanargmax(largest))
+        info = info._replace(pull=float(largest[most]), pulled_by=names[most])
     return outcome._replace(
         state=state._replace(clients=state.clients._replace(held=held, pull=pull)),
         info=info._replace(held_back=int(bounded.held.sum())),
@@ -533,47 +495,21 @@ def hold_back(outcome: Outcome, rows: list[int], bounded: Bounded | None, trust:
 
 
 def with_names(outcome: Outcome, trust: float | None, bounded: Bounded | None = None) -> Outcome:
-    """The message with the clients that are held back or, while the run goes on, nearly so."""
+    """The message with the clients that are held back or, while the run goes on, nearly so, and where they pull."""
     if trust is None:
         return outcome
-    state, rows, nearly = outcome.state, np.flatnonzero(outcome.state.clients.held), False
+    sites, pull = outcome.state.sites, outcome.state.clients.pull
+    rows, what = np.flatnonzero(outcome.state.clients.held), "held back, since what the others know does not allow it"
     if bounded is not None and not len(rows) and outcome.status is not Status.CONVERGED:
-        rows, nearly = np.flatnonzero(bounded.near), True
-    who = _held_back(state.sites, rows, state.clients.pull, trust, nearly)
-    return outcome._replace(message="; ".join(filter(None, (outcome.message, who)))) if who else outcome
-
-
-def _blamed_pulls(bounded: Bounded, trust: float) -> Array:
-    """Pulls (K, m), 0 for clients that are held back for their precision and not for their pull."""
-    pull = np.nan_to_num(bounded.pull)
-    within = np.abs(pull).max(axis=1) <= trust
-    return np.where(((bounded.takes | bounded.gives) & within)[:, None], 0.0, pull)
-
-
-def _warn(bounded: Bounded, trust: float) -> None:
-    """Log every client that is held back; for its precision alone as information, as honest factors may do so."""
-    names, labels, pull = list(bounded.sites.where), bounded.sites.labels, _blamed_pulls(bounded, trust)
-    for k in np.flatnonzero(bounded.held):
-        logger.log(
-            logging.WARNING if np.any(pull[k]) else logging.INFO,
-            "client %s held back: it %s (of what the others know), trust=%s",
-            names[k],
-            _where_it_pulls(pull[k], labels),
-            trust,
-            extra={"client": names[k], "status": "held back"},
-        )
-
-
-def _held_back(sites: Sites, rows: NDArray[np.intp], pull: Array, trust: float, nearly: bool) -> str:
-    """Name the clients that are held back, or nearly so, and where they pull."""
+        rows, what = np.flatnonzero(bounded.near), "nearly held back"
     if not len(rows):
-        return ""
+        return outcome
     names = list(sites.where)
     rows = rows[np.argsort(-np.abs(pull[rows]).max(axis=1), kind="stable")]
     shown = [f"{names[k]} ({_where_it_pulls(pull[k], sites.labels)})" for k in rows[:5]]
     more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
-    what = "nearly held back" if nearly else "held back, since what the others know does not allow it"
-    return f"{what}: {', '.join(shown)}{more}; look at their data, or raise trust={trust:g}"
+    who = f"{what}: {', '.join(shown)}{more}; look at their data, or raise trust={trust:g}"
+    return outcome._replace(message=_joined(outcome.message, who))
 
 
 def _where_it_pulls(pull: Array, labels: Sequence[str]) -> str:
@@ -601,21 +537,36 @@ def look_for_modes(before: EPState, outcome: Outcome, replies: Mapping[str, Mess
     return outcome._replace(status=Status.RUNNING, message="clients have not looked for other modes yet: raise rounds=")
 
 
-def refuse_several_modes(outcome: Outcome) -> Outcome:
-    """Not converged, however well moments are matched, where q is of one mode of several."""
-    several = outcome.state.starts.said if outcome.state.starts is not None else ""
-    return outcome._replace(status=Status.STALLED, message=several) if several else outcome
-
-
-def refuse_skewed(outcome: Outcome) -> Outcome:
-    """Not converged, however well moments are matched, where skewness shows that q's sds are far too small."""
+def refused(outcome: Outcome, trust: float | None) -> Outcome:
+    """Not converged, however well moments are matched, where something shows that q is not the posterior."""
     state = outcome.state
+    if outcome.status is not Status.CONVERGED:
+        return outcome
+    if state.starts is not None and state.starts.said:
+        return outcome._replace(status=Status.STALLED, message=state.starts.said)
+    why = _too_skewed(state) or ("" if trust is not None else _pulls_unseen(state))
+    return outcome._replace(status=Status.STALLED, message=_joined(why, outcome.message)) if why else outcome
+
+
+def _too_skewed(state: EPState) -> str:
+    """Skewness that shows that q's sds are far too small; empty where there is none."""
     # sd of a sum of skewnesses
     noise = float(np.sqrt(6.0 / (1 + state.steps.averaging)) * np.linalg.norm(state.clients.errors))
     # The skewness of one client is in the moments that are matched.
     of_several = np.sign(state.skewed.total) * state.skewed.without > _SEVERAL * np.abs(state.skewed.total)
     if not np.any(of_several & (np.abs(state.skewed.total) - noise > diagnostics.SKEWED)):
-        return outcome
+        return ""
     cause = diagnostics.hardly_a_prior(state.sites.labels, gaussian.standard_deviations(state.sites.prior))
-    message = "; ".join(filter(None, (diagnostics.unknown_shortfall(_exact(state)), cause, outcome.message)))
-    return outcome._replace(status=Status.STALLED, message=message)
+    return _joined(diagnostics.unknown_shortfall(_exact(state)), cause)
+
+
+def _pulls_unseen(state: EPState) -> str:
+    """A client whose rows are not here and that pulls against all others; empty where there is none."""
+    who, label, pull = _strongest(state.sites, state.clients.unseen)
+    if abs(pull) <= _ALONE:
+        return ""
+    return (
+        f"client {who}, whose rows nobody here can look at, pulls {label} by {pull:+.2g} sds of what all others know "
+        f"(at most {_ALONE:g}): have its data looked at, or EP(trust=3) hold it back; where it is right, "
+        f"EP(trust={np.ceil(1.5 * abs(pull)):g}) takes it as it is"
+    )

@@ -6,23 +6,19 @@ v_k = μ − μ_{-k} = Q⁻¹ u_k with u_k = r_k − Q_k μ_{-k}. `bound` return
     |v_k|_i ≤ c sd_{-k,i} for every coordinate i     and     ‖v_k‖_{Q_{-k}} ≤ the χ_m quantile with c's two-sided tail.
 
 The units are the cavity's, since the model itself bounds v_k there: given φ ~ the cavity, the law of total variance
-gives v_k the covariance Q_{-k}⁻¹ − Q⁻¹, below Q_{-k}⁻¹ however many rows the client has. In q's units a client with
-nearly all rows would stand out. The norm of v_k is about χ_m, so that a plain c would hold back honest clients in many
-coordinates.
+gives v_k the covariance Q_{-k}⁻¹ − Q⁻¹, below Q_{-k}⁻¹ however many rows the client has. The norm of v_k is about χ_m,
+so that a plain c would hold back honest clients in many coordinates.
 
-Proof. Others as they are, Q_k and μ_{-k} do not depend on r_k, so that r_k = Q_k μ_{-k} + t u_k pulls t v_k: some t ≤ 1
-keeps both bounds. That changes others' cavities: all are evaluated anew until all bounds hold, for `_SWEEPS` changes.
-Where these do not suffice, as with several clients that lie, clients are left out until the rest agree, and get
-u_k = 0: r_k = Q_k m with the rest's mean m, so that μ = m. If the bounds still do not hold after as many changes, all
-sites go to Q_k μ_0 + t (r_k − Q_k μ_0) with the prior's mean μ_0. The prior is Q_0 μ_0: μ − μ_0 =
-t Q⁻¹ Σ (r_j − Q_j μ_0), likewise μ_{-k}, so that every v_k is linear in t, and some t ≤ 1 keeps all bounds at once. A
-client whose cavity is not positive definite, as where the others' tails are heavy and it is sure of a place in them,
-cannot be left out: its pull is not measured, and nothing is called converged.
+1. Others as they are, Q_k and μ_{-k} do not depend on r_k, so that r_k = Q_k μ_{-k} + t u_k pulls t v_k: some t ≤ 1
+   keeps both bounds. That changes others' cavities: it is repeated until all bounds hold, `_SWEEPS` times at most.
+2. Else, as with several clients that lie, clients are left out until the rest agree, and get u_k = 0.
+3. Else all sites go to Q_k μ_0 + t (r_k − Q_k μ_0) with the prior's mean μ_0. Then μ − μ_0 = t Q⁻¹ Σ (r_j − Q_j μ_0),
+   likewise μ_{-k}, so that every v_k is linear in t, and some t ≤ 1 keeps all bounds at once.
 
-Variances are not protected, and precisions stay, but for two cases. A site that takes more than half of its cavity's
-precision in a direction gets none there, and u_k = 0, or one client could make q improper. One that gives more than
-`_GIVES` times the cavity's is cut to that, with u_k as it is there: beyond, rounding would leave nothing of the others'
-sites, which are updated by differences to q.
+A client whose cavity is not positive definite cannot be left out: its pull is not measured, and nothing is called
+converged. Variances are not protected, but for two cases. A site that takes more than half of its cavity's precision in
+a direction gets none there, and u_k = 0, or one client could make q improper. One that gives more than `_GIVES` times
+the cavity's is cut to that, with u_k as it is there: beyond, rounding would leave nothing of the others' sites.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from fedppl import gaussian
+from fedppl import gaussian, structure
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.gaussian import Gaussian
@@ -73,7 +69,7 @@ class _Precisions(NamedTuple):
 class _Pulls(NamedTuple):
     mean: Array  # (K, m) of the cavities
     along: Array  # (K, m) v_k in the cavity's sds
-    norm: Array  # (K,) in the cavity's precision
+    ratios: Array  # (K,) of v_k to its bound, 0 where it cannot be measured
 
 
 def largest_norm(trust: float, size: int) -> float:
@@ -90,7 +86,8 @@ def largest_norm(trust: float, size: int) -> float:
 
 def pulls(sites: Sites) -> Array:
     """Each client's pull, μ − μ_{-k} in sds of its cavity: (K, m); NaN where that is not proper."""
-    return _measured(sites, sites.linear, _precisions(sites, _sites.dense(sites.precision, sites.structure))).along
+    precision = structure.unpack_precision(sites.precision, sites.structure)
+    return _measured(sites, sites.linear, _precisions(sites, precision), (np.inf, np.inf)).along
 
 
 def bound(sites: Sites, trust: float) -> Bounded:
@@ -101,20 +98,19 @@ def bound(sites: Sites, trust: float) -> Bounded:
         return Bounded(sites, np.full((1, m), np.nan), nobody, nobody, nobody, nobody, nobody)
     linear, precision, takes, gives = _of_a_size(sites)
     precisions, limits = _precisions(sites, precision), (trust, largest_norm(trust, m))
-    before = _measured(sites, linear, precisions)
+    before = _measured(sites, linear, precisions, limits)
     drawn = _drawn_in(sites, linear, precision, precisions, limits)
     if drawn is None:
         drawn = _drawn_in(sites, _left_out(sites, linear, precision, limits), precision, precisions, limits)
     if drawn is None:
-        ratio = float(_ratios(_measured(sites, linear, precisions), limits).max())
         centres = precision @ gaussian.mean(sites.prior)
-        drawn = centres + min(1.0, _AIM / ratio) * (linear - centres)
+        drawn = centres + min(1.0, _AIM / float(before.ratios.max())) * (linear - centres)
     unknown = ~precisions.proper & np.any(precisions.proper)
-    held, reshaped = np.any(drawn != linear, axis=1) | takes | gives, takes | gives
+    held = np.any(drawn != linear, axis=1) | takes | gives
     if not np.any(held):
-        return Bounded(sites, before.along, held, takes, gives, _ratios(before, limits) > _NEAR, unknown)
+        return Bounded(sites, before.along, held, takes, gives, before.ratios > _NEAR, unknown)
     # Sites that are not changed stay to the last bit.
-    packed = np.where(reshaped[:, None], _sites.in_structure(precision, sites.structure), sites.precision)
+    packed = np.where((takes | gives)[:, None], _sites.in_structure(precision, sites.structure), sites.precision)
     # Beside a changed site, others are not near the bound: their pulls may be its effect.
     return Bounded(_sites.update(sites, drawn, packed), before.along, held, takes, gives, held, unknown)
 
@@ -122,29 +118,25 @@ def bound(sites: Sites, trust: float) -> Bounded:
 def _precisions(sites: Sites, precision: Array) -> _Precisions:
     """Cavities are sums over the others: a difference would lose them beside a site of 10^14 times their precision."""
     q, cavities = sites.prior.precision + precision.sum(axis=0), sites.prior.precision + _others(precision)
-    nowhere = np.zeros(cavities.shape[:2])
-    proper = np.atleast_1d(gaussian.is_proper(Gaussian(nowhere, cavities)))
-    if not gaussian.is_proper(Gaussian(nowhere[0], q)):
+    proper = _are_proper(cavities)
+    if not _are_proper(q[None])[0]:
         q, proper = np.eye(len(q)), np.zeros_like(proper)
     safe = np.where(proper[:, None, None], cavities, np.eye(len(q)))
     covariances = np.linalg.inv(safe)
     return _Precisions(np.linalg.inv(q), safe, covariances, np.sqrt(np.einsum("kii->ki", covariances)), proper)
 
 
-def _measured(sites: Sites, linear: Array, of: _Precisions) -> _Pulls:
+def _measured(sites: Sites, linear: Array, of: _Precisions, limits: tuple[float, float]) -> _Pulls:
+    """Pulls, against limits of a coordinate in the cavity's sds and of the norm in its precision."""
     cavities = sites.prior.linear + _others(linear)
     mean = (of.covariances @ cavities[..., None])[..., 0]
     with np.errstate(invalid="ignore", over="ignore"):
         q = of.covariance @ (sites.prior.linear + linear.sum(axis=0))
         shift = np.where(of.proper[:, None], q - mean, np.nan)
         square = np.sum(shift * (of.precisions @ shift[..., None])[..., 0], axis=1)
-        return _Pulls(mean, shift / of.sd, np.sqrt(np.maximum(square, 0.0)))
-
-
-def _ratios(pulls: _Pulls, limits: tuple[float, float]) -> Array:
-    """How many times its bound each client pulls, 0 where that cannot be measured: (K,)."""
-    trust, norm = limits
-    return np.asarray(np.nan_to_num(np.maximum(np.abs(pulls.along).max(axis=1) / trust, pulls.norm / norm)))
+        along, norm = shift / of.sd, np.sqrt(np.maximum(square, 0.0))
+        ratios = np.nan_to_num(np.maximum(np.abs(along).max(axis=1) / limits[0], norm / limits[1]))
+        return _Pulls(mean, along, ratios)
 
 
 def _drawn_in(
@@ -153,12 +145,11 @@ def _drawn_in(
     """Draw in one site after the other until all bounds hold; None where `_SWEEPS` do not suffice."""
     linear, without = linear.copy(), dict[int, _Precisions]()
     for _ in range(_SWEEPS):
-        pulls = _measured(sites, linear, precisions)
-        ratios = _ratios(pulls, limits)
+        mean, _, ratios = _measured(sites, linear, precisions, limits)
         if not np.any(ratios > 1 + _ROUNDING):
             return linear
         k = _odd_one(sites, linear, precision, ratios, limits, without)
-        centre = precision[k] @ pulls.mean[k]
+        centre = precision[k] @ mean[k]
         linear[k] = centre + (_AIM / ratios[k] if ratios[k] > 1 else 0.5) * (linear[k] - centre)
     return None
 
@@ -168,18 +159,13 @@ def _left_out(sites: Sites, linear: Array, precision: Array, limits: tuple[float
     kept = np.ones((len(linear), 1))
     for _ in range(len(linear) // 2):
         r, q = kept * linear, kept[..., None] * precision
-        ratios = _ratios(_measured(sites, r, _precisions(sites, q)), limits)
+        ratios = _measured(sites, r, _precisions(sites, q), limits).ratios
         if not np.any(ratios > 1 + _ROUNDING):
             break
-        k = _odd_one(sites, r, q, ratios, limits, {})
-        kept[k] = 0.0
-    others = Gaussian(
-        sites.prior.linear + (kept * linear).sum(axis=0),
-        sites.prior.precision + (kept[..., None] * precision).sum(axis=0),
-    )
-    if not gaussian.is_proper(others):
-        return linear
-    return np.where(kept > 0, linear, precision @ gaussian.mean(others))
+        kept[_odd_one(sites, r, q, ratios, limits, {})] = 0.0
+    r = sites.prior.linear + (kept * linear).sum(axis=0)
+    others = Gaussian(r, sites.prior.precision + (kept[..., None] * precision).sum(axis=0))
+    return np.where(kept > 0, linear, precision @ gaussian.mean(others)) if gaussian.is_proper(others) else linear
 
 
 def _odd_one(
@@ -201,7 +187,7 @@ def _odd_one(
         rest = np.arange(len(linear)) != k
         if k not in without:
             without[k] = _precisions(sites, precision * rest[:, None, None])
-        ratios = _ratios(_measured(sites, linear * rest[:, None], without[k]), limits)
+        ratios = _measured(sites, linear * rest[:, None], without[k], limits).ratios
         remaining.append(float(np.square(ratios).sum()) if np.all(without[k].proper) else np.inf)
     # If the others are no posterior without the client that pulls most, whether they agree is not known.
     best = int(np.argmin(remaining))
@@ -210,7 +196,7 @@ def _odd_one(
 
 def _of_a_size(sites: Sites) -> tuple[Array, Array, NDArray[np.bool_], NDArray[np.bool_]]:
     """Natural parameters of sites that neither take nor give too much precision, and which sites took or gave it."""
-    linear, precision = sites.linear.copy(), _sites.dense(sites.precision, sites.structure)
+    linear, precision = sites.linear.copy(), structure.unpack_precision(sites.precision, sites.structure)
     takes, gives = np.zeros((2, len(linear)), dtype=bool)
     for _ in range(2 * len(linear)):
         base, centre = _bases(sites, linear, precision)
@@ -227,7 +213,7 @@ def _of_a_size(sites: Sites) -> tuple[Array, Array, NDArray[np.bool_], NDArray[n
         # u_k stays, as far as precision is left, where precision is cut; it is 0 where the site takes too much.
         u = np.linalg.solve(axes, linear[k] - precision[k] @ centre[k])
         u = axes @ (u * np.where(values[k] > kept, kept / values[k], 1.0)) * (not taking)
-        precision[k] += _sites.dense(_sites.in_structure(back, sites.structure), sites.structure)
+        precision[k] += structure.unpack_precision(_sites.in_structure(back, sites.structure), sites.structure)
         linear[k] = precision[k] @ centre[k] + u
         takes[k], gives[k] = takes[k] or taking, gives[k] or not taking
     return linear, precision, takes, gives
@@ -239,20 +225,21 @@ def _bases(sites: Sites, linear: Array, precision: Array) -> tuple[Array, Array]
     They are those of the cavities; for one that is not proper, as far from the mode, the sizes of others' curvatures.
     """
     base = sites.prior.precision + _others(precision)
-    cavities = sites.prior.linear + _others(linear)
-    proper = np.atleast_1d(gaussian.is_proper(Gaussian(cavities, base)))
+    proper = _are_proper(base)
     if not np.all(proper):
-        base = np.where(proper[:, None, None], base, sites.prior.precision + _others(_sizes(sites, precision)))
+        root = np.linalg.cholesky(sites.prior.precision)
+        inverse = np.linalg.inv(root)
+        values, vectors = np.linalg.eigh(inverse @ precision @ inverse.T)
+        axes = root @ vectors
+        sizes = (axes * np.abs(values)[:, None, :]) @ np.swapaxes(axes, 1, 2)
+        base = np.where(proper[:, None, None], base, sites.prior.precision + _others(sizes))
+    cavities = sites.prior.linear + _others(linear)
     return base, np.asarray(np.linalg.solve(base, cavities[..., None])[..., 0])
 
 
-def _sizes(sites: Sites, precision: Array) -> Array:
-    """Precisions with eigenvalues, in prior sds, replaced by their sizes: (K, m, m)."""
-    root = np.linalg.cholesky(sites.prior.precision)
-    inverse = np.linalg.inv(root)
-    values, vectors = np.linalg.eigh(inverse @ precision @ inverse.T)
-    axes = root @ vectors
-    return np.asarray((axes * np.abs(values)[:, None, :]) @ np.swapaxes(axes, 1, 2))
+def _are_proper(precisions: Array) -> NDArray[np.bool_]:
+    """Which precisions (K, m, m) are positive definite."""
+    return np.atleast_1d(gaussian.is_proper(Gaussian(np.zeros(precisions.shape[:2]), precisions)))
 
 
 def _others(values: Array) -> Array:
@@ -267,8 +254,7 @@ def _others(values: Array) -> Array:
 # Moves of q by single replies, and their scatter: the clients' noise as the server sees it ---------------------------
 
 # A reply proposes a site; its move is the change of q's means and log sds, in posterior sds, if that site replaced the
-# old one. While rounds are averaged, moves of honest clients are Monte Carlo error, and cancel. A client whose moves do
-# not cancel moves q on and on, whatever error it reports.
+# old one. While rounds are averaged, moves of honest clients are Monte Carlo error, and cancel.
 
 LEAST = 0.1  # weight of a reply, and of a step, below which it does not fall
 
@@ -279,8 +265,7 @@ class Moves(NamedTuple):
     replies: Array  # (K,) int
     mean: Array  # (K, 2 m) weighted mean of the client's moves
     share: Array  # (K,) variance of that mean, in variances of one move
-    has_replied: Array  # (K,) bool: the next two are known
-    pairs: Array  # (K,) int: replies whose difference from the one before is in the scatter
+    pairs: Array  # (K,) int: replies whose difference from the one before is in the scatter; −1 before the first reply
     remaining: Array  # (K, 2 m) move of its last reply that the step did not take
     scatter: Array  # (K,) variance of its replies, by half the mean square of differences between successive ones
 
@@ -288,8 +273,8 @@ class Moves(NamedTuple):
 def no_moves(clients: int, size: int) -> Moves:
     """Before any reply."""
     none, nowhere = np.zeros(clients), np.zeros((clients, 2 * size))
-    nothing: Array = np.zeros(clients, dtype=np.int64)
-    return Moves(nothing, nowhere, none, np.zeros(clients, dtype=bool), nothing, nowhere, none)
+    never: Array = np.zeros(clients, dtype=np.int64)
+    return Moves(never, nowhere, none, never - 1, nowhere, none)
 
 
 def averaged_anew(moves: Moves) -> Moves:
@@ -306,25 +291,20 @@ def moves_of(q: Gaussian, d_linear: Array, d_precision: Array) -> Array:
     return np.concatenate([means, log_sds], axis=1)
 
 
-def followed(moves: Moves, rows: list[int], new: Array, step: Array) -> Moves:
-    """Add the moves (R, 2 m) of a round's replies, of which the shares `step` (R,) were taken."""
-    replies, mean, share = moves.replies.copy(), moves.mean.copy(), moves.share.copy()
-    remaining, scatter = moves.remaining.copy(), moves.scatter.copy()
+def followed(moves: Moves, rows: list[int], new: Array, step: float) -> Moves:
+    """Add the moves (R, 2 m) of a round's replies, of which the share `step` was taken."""
+    replies, mean, share, pairs, remaining, scatter = (part.copy() for part in moves)
     # A reply less the remaining move of the one before is the difference of the two proposals.
-    differences = new - remaining[rows]
-    known, has_replied = moves.has_replied[rows], moves.has_replied.copy()
-    has_replied[rows] = True
-    square = 0.5 * np.mean(np.square(differences), axis=1)
-    pairs = moves.pairs.copy()
-    pairs[rows] += known
+    square, known = 0.5 * np.mean(np.square(new - remaining[rows]), axis=1), pairs[rows] >= 0
+    pairs[rows] += 1
     weight = np.maximum(1.0 / np.maximum(pairs[rows], 1), LEAST)
     scatter[rows] += np.where(known, (square - scatter[rows]) * weight, 0.0)
     replies[rows] += 1
     weight = np.maximum(1.0 / replies[rows], LEAST)
     mean[rows] += weight[:, None] * (new - mean[rows])
     share[rows] = (1 - weight) ** 2 * share[rows] + weight**2  # 1 for the first
-    remaining[rows] = (1 - step)[:, None] * new
-    return Moves(replies, mean, share, has_replied, pairs, remaining, scatter)
+    remaining[rows] = (1 - step) * new
+    return Moves(replies, mean, share, pairs, remaining, scatter)
 
 
 def backed_variance(moves: Moves, noise: Array) -> float:

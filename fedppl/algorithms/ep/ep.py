@@ -14,28 +14,13 @@ import numpy as np
 from scipy.special import logsumexp
 
 from fedppl import contracts, gaussian, settings
-from fedppl.algorithms.ep import _trust
+from fedppl.algorithms.ep import _rounds, _trust
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
-from fedppl.algorithms.ep._rounds import (
-    EPState,
-    Look,
-    OfClients,
-    Skewed,
-    Steps,
-    ep_round,
-    look_for_modes,
-    mark_unseen,
-    newton_round,
-    refuse_lone_pull,
-    refuse_several_modes,
-    refuse_skewed,
-    reported,
-)
-from fedppl.algorithms.ep.sites import say_if_large
+from fedppl.algorithms.ep._rounds import EPState, Look
+from fedppl.algorithms.ep.sites import Sites, say_if_large
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, LogEvidence, Received, Report
 from fedppl.contracts.algorithm import WithoutClient
-from fedppl.gaussian import Gaussian
 from fedppl.local.log_factors import factor
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, local_inference, pack_target, unpack_target
@@ -44,7 +29,7 @@ from fedppl.numerics.importance import normalise
 from fedppl.numerics.reweighting import MOST_LOST, MOST_NOISE
 from fedppl.numerics.streams import standard_normal, stream_of
 from fedppl.numerics.student_t import SCRAMBLES
-from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
+from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng
 
 _STARTS = 4  # of "auto"
 _AWAY, _AXES = 2.0, 8  # posterior sds from q's mean at which clients look for modes, and number of its axes
@@ -82,27 +67,25 @@ def EP(
         Largest move of a mean in posterior sds, and of an sd as a fraction, over a sweep of all clients with which
         the fit has converged. Where clients report a larger Monte Carlo error, rounds are averaged until that error
         is at most 0.2 posterior sds over the whole of q, and the clients' moves, averaged with their signs, are below
-        three times it; there the largest of the clients' errors counts no more than the scatter of that client's
-        replies.
+        three times it; the largest of the clients' errors counts no more than that client's replies scatter.
     damping
         Largest δ; halved in a round until the global precision and every cavity are positive definite.
     warm_start
         Whether federated Newton rounds come first, where the local inference offers expansions. They have a budget of
         their own, 25 expansions a client, and do not count towards ``rounds=``. The point moves when every client has
-        answered there, which takes many rounds where few are asked in each.
+        answered there.
     starts
-        Number of warm starts, at most 1000, one after the other, each with a budget of its own: the first from the
-        prior mean, two from images of its mode (about the prior mean, and with variables of equal priors, or the
-        elements of a vector, in reversed order), the others from quasi-random points of the prior. EP goes on from the
-        mode with the most mass. Where others have more than a thousandth of the mass, they are named, and the fit is
-        not called converged. "auto" is 4 where clients are in this process and all of them answer in a round, with
-        `warm_start` and without `trust`, and else 1, since searches cost a site queries; where the first does not
-        arrive, there are no others.
+        Number of warm starts, at most 1000: the first from the prior mean, two from images of its mode (about the
+        prior mean, and with variables of equal priors, or the elements of a vector, in reversed order), the others
+        from quasi-random points of the prior. EP goes on from the mode with the most mass; where others have more than
+        a thousandth of the mass, they are named, and the fit is not called converged. "auto" is 4 where clients are in
+        this process and all answer in a round, with `warm_start` and without `trust`, and else 1; where the first
+        search does not arrive, there are no others.
     structure
         Form of the precision: "full", "diagonal", or a partition of the shared names into blocks.
     trust
         Bound c on how far one client may pull the shared mean over the whole run, in sds of what the others know (see
-        Notes), or None. It does not bound a client alone.
+        Notes), or None.
 
     Returns
     -------
@@ -119,10 +102,8 @@ def EP(
     add up to is reported (``fit.idata["fit"]["skewness"]``); above about 1, distrust sd and tails of that margin.
     Nor can it follow the heavy tails of a mean of few clients: by how much sds may be too small is estimated
     (``fit.summary().attrs["sd_shortfall"]``) and reported from 5 % on. From 10 % on, or with a skewness of 0.3 that
-    several clients make, the estimate itself is not to be trusted, and the fit not called converged: `Sums` gives the
-    posterior itself.
-    Sites of rough local moments (few NUTS draws) can oscillate: the status then says so; raise `draws` or lower
-    `damping`.
+    several clients make, the fit is not called converged: `Sums` gives the posterior itself. Sites of rough local
+    moments (few NUTS draws) can oscillate: raise `draws` or lower `damping`.
 
     Where a client's rows are not in this process, as at a site of its own or with a summary, and it pulls a mean by
     more than 20 sds of what all others know, the fit is not called converged without `trust`.
@@ -132,22 +113,19 @@ def EP(
     .. math:: |\mu - \mu_{-k}|_i \le c\, \mathrm{sd}_{-k,i}, \qquad
               \Vert \mu - \mu_{-k} \Vert_{Q_{-k}} \le \chi_m(c)
 
-    for every client k and coordinate i, where -k is q without the client's whole site (its cavity) and χ_m(c) is the
-    quantile of χ with m degrees of freedom that has the two-sided tail of c sds (c for m = 1). Under the model honest
-    clients stay within that with the probability of c sds or better, however many of the rows they have. A client whose
-    site is drawn in is named, with where it pulls, and meanwhile nothing is called converged: look at its data. An
-    outlier is held back too, and so is a client with nearly all rows, where the prior is far off.
-    ``fit.idata["fit"]["pull"]`` has every client's pull, with or without `trust`, and ``fit.idata["rounds"]`` the
-    largest of each round. In the warm start the clients' log densities, which have no bound, are not compared.
+    for every client k and coordinate i, where -k is q without the client's site (its cavity) and χ_m(c) is the quantile
+    of χ with m degrees of freedom that has the two-sided tail of c sds. Under the model honest clients stay within that
+    with the probability of c sds or better, however many of the rows they have. A client whose site is drawn in stays
+    held back until later replies have replaced what was drawn in; it is named, and meanwhile nothing is called
+    converged: look at its data. Clients that pull by nearly c are named, too. An outlier is held back as well, and so
+    is a client with nearly all rows, where the prior is far off. ``fit.idata["fit"]["pull"]`` has every client's pull,
+    and ``fit.idata["rounds"]`` the largest of each round. In the warm start the clients' log densities, which have no
+    bound, are not compared.
 
-    A client stays held back until later replies have replaced what was drawn in. While a run goes on, clients that pull
-    by nearly c are named, too.
-
-    `trust` does not protect from a client that pulls by less than c (such a client that moves q on and on is named only
-    where rounds are averaged), from clients that lie together, or from one that keeps q from converging. Of two
-    clients, it holds back the one whose data disagree with the prior more. It does not protect q's variances: a
-    client's precision is cut only at 10¹⁰ times that of all others and the prior, and ignored where it takes away more
-    than half of theirs. Nor does it protect `Fit.log_evidence`, which a client may change without moving a moment.
+    `trust` does not protect from a client that pulls by less than c, from clients that lie together, or from one that
+    keeps q from converging. It does not bound a client alone; of two, it holds back the one whose data disagree with
+    the prior more. It does not protect q's variances: a client's precision is cut only at 10¹⁰ times that of all others
+    and the prior, and ignored where it takes away more than half of theirs. Nor does it protect `Fit.log_evidence`.
 
     References
     ----------
@@ -161,7 +139,11 @@ def EP(
             "trust", trust, 0, 1e6, "(]", "it is in posterior sds, such as 3, or None for no bound"
         )
     warm = settings.flag("warm_start", warm_start) and inference.expand is not None
-    searches, by_number = _searches(starts, warm, trust), not isinstance(starts, str)
+    by_number, alone = not isinstance(starts, str), trust is not None or not warm
+    searches = _warm_start.number_of(starts, 1 if alone else _STARTS)
+    if searches > 1 and alone:
+        why = f"which trust={trust:g} does not bound" if warm else "and there is no warm start that has them"
+        raise DeclarationError(f"starts={starts} compares clients' log densities, {why}; leave one of the two out.")
     return contracts.Algorithm[EPState, None](
         name="EP",
         settings=settings.described(matching, warm_start=warm, starts=starts, trust=trust),
@@ -183,7 +165,7 @@ def EP(
         disclosure=contracts.Disclosure(
             functools.partial(_asks, local=inference),
             at_sites=functools.partial(_at_sites, searches=by_number),
-            unseen=mark_unseen,
+            unseen=_rounds.mark_unseen,
             concludes=at_target,
         ),
     )
@@ -197,18 +179,6 @@ def checked(
     damping = settings.between("damping", damping, 0, 1, "(]", "1 is the undamped step")
     settings.form("structure", structure)
     return Matching(local_inference("local", local, NestedLaplace()), tolerance, damping, structure)
-
-
-def _searches(starts: int | str, warm: bool, trust: float | None) -> int:
-    alone = trust is not None or not warm  # several searches cannot be compared
-    searches = _warm_start.number_of(starts, 1 if alone else _STARTS)
-    if searches > 1 and alone:
-        raise DeclarationError(
-            f"starts={starts} compares clients' log densities, "
-            + (f"which trust={trust:g} does not bound" if warm else "and there is no warm start that has them")
-            + "; leave one of the two out."
-        )
-    return searches
 
 
 def _at_sites(state: EPState, *, searches: bool) -> EPState:
@@ -230,30 +200,15 @@ def init(
     stream = int(rng.integers(2**31))
     say_if_large(layout, "EP")
     count, m = len(clients), layout.size
+    none, nobody = np.zeros(count), np.zeros(count, dtype=bool)
     return EPState(
         prior_share=0.0 if layout.prior_is_gaussian else 1.0 / count,
         sites=_sites.empty(layout, clients, _sites.structure_of(matching.structure, layout)),
         warm_start=_warm_start.start(layout, count) if warm else None,
         starts=_warm_start.begin_several(layout, starts, stream, asked_for) if starts > 1 else None,
-        steps=Steps(
-            damping=matching.damping,
-            falls=0,
-            change=np.inf,
-            heading=np.zeros(2 * m),
-            last_change=np.full(m, np.nan),
-            averaging=0,
-            has_replied=np.zeros(count, dtype=bool),
-            sweep_change=0.0,
-        ),
-        skewed=Skewed(total=np.zeros(m), by=np.zeros(m, dtype=np.int64), without=np.zeros(m)),
-        clients=OfClients(
-            held=np.zeros(count),
-            pull=np.zeros((count, m)),
-            errors=np.zeros(count),
-            noise=np.zeros(count),
-            moves=_trust.no_moves(count, m),
-            unseen=np.zeros(count, dtype=bool),
-        ),
+        steps=_rounds.Steps(matching.damping, 0, np.inf, np.zeros(2 * m), np.full(m, np.nan), 0, nobody, 0.0),
+        skewed=_rounds.Skewed(np.zeros(m), np.zeros(m, dtype=np.int64), np.zeros(m)),
+        clients=_rounds.OfClients(none, np.zeros((count, m)), none, none, _trust.no_moves(count, m), nobody),
         look=int(Look.NOW if warm else Look.LATER if matching.local.look is not None else Look.DONE),
     )
 
@@ -295,14 +250,9 @@ def _update_server(
 ) -> tuple[EPState, Report]:
     """A round of the warm start, or of matching moments."""
     if state.warm_start is not None:
-        return reported(newton_round(state, state.warm_start, received.each, trust))
-    outcome = ep_round(state, received.each, matching.tolerance, matching.damping, trust)
-    outcome = look_for_modes(state, outcome, received.each)
-    if outcome.status is Status.CONVERGED:
-        outcome = refuse_several_modes(outcome)
-    if outcome.status is Status.CONVERGED:
-        outcome = refuse_skewed(outcome)
-    return reported(refuse_lone_pull(outcome, trust))
+        return _rounds.reported(_rounds.newton_round(state, state.warm_start, received.each, trust))
+    outcome = _rounds.ep_round(state, received.each, matching.tolerance, matching.damping, trust)
+    return _rounds.reported(_rounds.refused(_rounds.look_for_modes(state, outcome, received.each), trust))
 
 
 def _shapes(state: EPState) -> dict[str, tuple[int, ...]]:
@@ -348,15 +298,15 @@ def _resume(first: EPState, last: EPState) -> EPState:
     if last.warm_start is not None:
         return first
     linear, precision = new.linear.copy(), new.precision.copy()
-    for client_id in new.where.keys() & old.where.keys():
-        k, before = new.where[client_id], old.where[client_id]
-        linear[k], precision[k] = old.linear[before], old.precision[before]
+    both = [client_id for client_id in new.where if client_id in old.where]
+    rows, before = _sites.indices(new, both), _sites.indices(old, both)
+    linear[rows], precision[rows] = old.linear[before], old.precision[before]
     sites = _sites.update(new, linear, precision)
     if not gaussian.is_proper(sites.q):
         return first
-    if last.starts is not None and _warm_start.are_several(last.starts.modes):  # the mode may be another now
-        return first
-    return first._replace(sites=sites, warm_start=None)
+    modes = () if last.starts is None else last.starts.modes
+    several = any(_warm_start.are_apart(modes[0], mode) for mode in modes)  # the mode may be another now
+    return first if several else first._replace(sites=sites, warm_start=None)
 
 
 def _without(state: EPState, client_ids: Sequence[str], clients: Mapping[str, ClientView]) -> list[WithoutClient]:
@@ -379,60 +329,43 @@ _POINTS = 256  # of a scramble of q, for each client
 
 def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     """From the clients that are in this process."""
-    absent = [name for name in state.sites.where if name not in clients]
-    if absent:
-        raise DeclarationError(
-            f"EP's evidence needs the data of all clients in this process, and those of {absent[:5]} are not here: "
-            "give fedppl.load(..., clients=) the data of all; where clients are sites of their own, use fedppl.Sums()."
-        )
     sites = state.sites
+    if absent := [name for name in sites.where if name not in clients]:
+        remedy = "give them to fedppl.load(..., clients=), or, of sites of their own, use fedppl.Sums()"
+        raise DeclarationError(f"EP's evidence needs the data of all clients, and {absent[:5]} are not here: {remedy}.")
     require_known(all(client.has_proper_prior for client in clients.values()))
-    ratios = []
-    for client_id in sorted(clients):
-        site = _sites.site(sites, sites.where[client_id])
-        ratios.append(_of_client(clients[client_id], sites.q, site, state.prior_share))
+    ratios = [_log_ratio(clients[client_id], sites, state.prior_share) for client_id in sorted(clients)]
     # Errors that clients have alike add up with their signs, others by their squares.
-    shift, unknown = sum(ratio.shift for ratio in ratios), float(np.sqrt(sum(ratio.unknown for ratio in ratios)))
-    worst = max(unknown, abs(shift))
+    log_ratio, variance, shift, unknown = np.sum(ratios, axis=0)
+    worst = max(float(np.sqrt(unknown)), abs(shift))
     if worst > MOST_NOISE:
-        raise NotConvergedError(
-            f"clients' log densities are uncertain by {worst:.2g} in sum, and EP's evidence would be: declare the "
-            "model so that few local variables depend on each other, or with lighter tails."
-        )
-    squares = sum(ratio.variance for ratio in ratios) + max(shift**2, unknown**2)
+        off = f"clients' log densities are uncertain by {worst:.2g} in sum, and EP's evidence would be"
+        raise NotConvergedError(f"{off}: declare fewer local variables that depend on each other, or lighter tails.")
     # A prior that is not Gaussian is in the clients' shares, with its constant.
     of_prior = 0.0 if state.prior_share else gaussian.log_integral(sites.prior)
-    value = gaussian.log_integral(sites.q) - of_prior + sum(ratio.value for ratio in ratios)
-    return LogEvidence(value, float(np.sqrt(squares)), "EP")
+    value = gaussian.log_integral(sites.q) - of_prior + float(log_ratio)
+    return LogEvidence(value, float(np.sqrt(variance + max(shift**2, unknown))), "EP")
 
 
 def require_known(is_proper: bool, off: float = 0.0) -> None:
     """Refuse priors without a normalising constant, and constants that may be off by too much."""
     if not is_proper:
         raise DeclarationError(
-            "a prior has no normalising constant that is known, so that there is no evidence: a pm.Potential, pm.Flat "
-            "or pm.HalfFlat, pm.CAR or pm.ICAR, a pm.CustomDist with logp=, or a transform that cuts off a part of a "
-            "density. Declare priors that integrate to one."
+            "a prior has no known normalising constant, and so there is no evidence: a pm.Potential, pm.Flat, pm.CAR, "
+            "pm.CustomDist with logp=, or a transform that cuts off density. Declare priors that integrate to one."
         )
     if off > MOST_NOISE:
-        raise NotConvergedError(
-            f"what tails of clients' own variables leave out of the log evidence may be {off:.2g}, though it moves no "
-            "moment of what is shared: declare priors with lighter tails (pm.Normal, or pm.StudentT with nu=4 or more)."
-        )
+        left_out = f"tails of clients' own variables may leave {off:.2g} out of the log evidence"
+        raise NotConvergedError(f"{left_out}: declare priors with lighter tails (pm.Normal, or pm.StudentT with nu=4).")
 
 
-class _Ratio(NamedTuple):
-    """log E_q[f_k / site] of one client."""
+def _log_ratio(client: ClientView, sites: Sites, prior_share: float) -> tuple[float, float, float, float]:
+    """log E_q[f_k / site], its variance by the points, its shift by errors of log f_k, and their mean square.
 
-    value: float
-    variance: float  # by the points
-    shift: float  # by errors of log f_k
-    unknown: float  # mean square of these errors
-
-
-def _of_client(client: ClientView, q: Gaussian, site: Gaussian, prior_share: float) -> _Ratio:
-    """By points of independent scrambles, not whitened: whitening narrows the spread of distances."""
-    mean, root = gaussian.affine(q)
+    By points of independent scrambles, not whitened: whitening narrows the spread of distances.
+    """
+    site = _sites.site(sites, sites.where[client.client_id])
+    mean, root = gaussian.affine(sites.q)
     points = mean + standard_normal(len(mean), _POINTS, stream_of(client.client_id), SCRAMBLES) @ root.T
     try:
         of_client = factor(client, points, mean, prior_share)
@@ -443,18 +376,13 @@ def _of_client(client: ClientView, q: Gaussian, site: Gaussian, prior_share: flo
     k = importance.pareto_k(ratio) if lost <= MOST_LOST else np.inf
     if not k <= importance.limit(len(ratio)):
         why = f"Pareto k {k:.2f}" if lost <= MOST_LOST else f"{lost:.0%} of the points of q are without a value"
-        raise NotConvergedError(
-            f"client {client.client_id!r} is too far from its Gaussian site for EP's evidence ({why}); use "
-            "fedppl.Sums()."
-        )
+        far = f"client {client.client_id!r} is too far from its Gaussian site for EP's evidence"
+        raise NotConvergedError(f"{far} ({why}); use fedppl.Sums().")
     ratio = np.where(np.isfinite(ratio), ratio, -np.inf)
     each = logsumexp(ratio.reshape(SCRAMBLES, -1), axis=1)
     value = float(logsumexp(each) - np.log(len(ratio)))
     ratios = np.exp(each - np.log(len(ratio) / SCRAMBLES) - value)
     weights, errors = normalise(ratio), np.nan_to_num(of_client.errors)
-    return _Ratio(
-        value,
-        float(np.var(ratios, ddof=1) / SCRAMBLES),
-        float(weights @ errors) + abs(of_client.constant.alike),
-        float(weights @ errors**2) + of_client.constant.by_chance**2,
-    )
+    shift = float(weights @ errors) + abs(of_client.constant.alike)
+    unknown = float(weights @ errors**2) + of_client.constant.by_chance**2
+    return value, float(np.var(ratios, ddof=1) / SCRAMBLES), shift, unknown

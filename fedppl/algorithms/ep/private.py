@@ -30,13 +30,6 @@ class PrivateEPClientState(NamedTuple):
     releases: int
 
 
-class _Settings(NamedTuple):
-    local: LocalInference
-    mechanism: Mechanism
-    structure: str | Sequence[Sequence[str]]
-    normals: Callable[[int], Array]
-
-
 def PrivateEP(
     *,
     clip: float,
@@ -89,17 +82,16 @@ def PrivateEP(
     **equal seeds do not give equal numbers here**.
 
     The count of releases is the client's personal state. At a site of Flower's it lies in the site's folder and counts
-    over all runs; who deletes it grants the budget anew, and budgets on the same data add up. In one process it counts
-    one run, and lies in that run's checkpoint: an earlier checkpoint that is put back grants again, with fresh noise,
-    what was released since, and nothing notices. A reply that is lost on the way was a release.
-    ``fit.idata["rounds"]["epsilon"]`` takes every client to have released once in every round so far, and never more
-    than `releases` times.
+    over all runs; who deletes it grants the budget anew. In one process it counts one run, and lies in that run's
+    checkpoint: an earlier checkpoint that is put back grants again what was released since. A reply that is lost on the
+    way was a release. ``fit.idata["rounds"]["epsilon"]`` takes every client to have released once in every round so
+    far, and never more than `releases` times.
 
     The noise widens the posterior: its variance in the means, ``fit.idata["fit"]["noise_sd"]`` squared, is part of
     q's. What the noise does to q's precision is not, and stays below half of it in a round.
 
-    *When this fails.* With few clients the noise swamps the data. Where ``clip`` binds to the end, sites are too weak:
-    q is then too wide. It begins at the prior without a warm start, and a prior that is very wide costs releases.
+    *When this fails.* With few clients the noise swamps the data. Where ``clip`` binds to the end, q is too wide. It
+    begins at the prior without a warm start, and a prior that is very wide costs releases.
 
     References
     ----------
@@ -117,10 +109,8 @@ def PrivateEP(
         settings=settings.described(matching, **mechanism._asdict()),
         init=functools.partial(_init, matching=matching),
         broadcast=functools.partial(_broadcast, mechanism=mechanism),
-        update_client=functools.partial(_update_client, private=_Settings(inference, mechanism, structure, _normals)),
-        update_server=functools.partial(
-            private_step, mechanism=mechanism, tolerance=matching.tolerance, largest=matching.damping
-        ),
+        update_client=functools.partial(_update_client, matching=matching, mechanism=mechanism, normals=_normals),
+        update_server=functools.partial(private_step, mechanism=mechanism, matching=matching),
         replies=contracts.Replies(
             lambda state: {"site": (length(state.sites.structure),)}, functools.partial(_reject, mechanism=mechanism)
         ),
@@ -154,22 +144,27 @@ def _broadcast(state: PrivateEPState, client_id: str, *, mechanism: Mechanism) -
 
 
 def _update_client(
-    client: ClientView, personal: PrivateEPClientState | None, message: Message, rng: Rng, *, private: _Settings
+    client: ClientView,
+    personal: PrivateEPClientState | None,
+    message: Message,
+    rng: Rng,
+    *,
+    matching: ep.Matching,
+    mechanism: Mechanism,
+    normals: Callable[[int], Array],
 ) -> ClientUpdate[PrivateEPClientState]:
     """Release one noised vector."""
-    local, mechanism, structure, normals = private
     spent = 0 if personal is None else personal.releases
     if spent >= mechanism.releases:
-        raise LocalFailure(
-            f"all releases={mechanism.releases} of this client are used up; a larger number would cost more privacy"
-        )
+        raise LocalFailure(f"all releases={mechanism.releases} of this client are used up; more would cost privacy")
     target = unpack_target(client, message)
-    form = _sites.structure_of(structure, client.layout)
+    form = _sites.structure_of(matching.structure, client.layout)
     weight = float(message["precision_weight"])
     if not (gaussian.is_proper(target.global_) and 0 < weight < np.inf):  # by the server: this discloses no data
         raise LocalFailure("the q that came is not positive definite, or its 'precision_weight' is not positive")
-    site = privacy.clipped(_site(target, frame_of(target.global_, form, weight), local, rng), mechanism.clip)
-    return ClientUpdate(PrivateEPClientState(spent + 1), {"site": site + mechanism.sd * normals(len(site))})
+    site = _site(target, frame_of(target.global_, form, weight), matching.local, rng)
+    noised = privacy.clipped(site, mechanism.clip) + mechanism.sd * normals(len(site))
+    return ClientUpdate(PrivateEPClientState(spent + 1), {"site": noised})
 
 
 def _final_message(state: PrivateEPState, client_id: str) -> Message:
@@ -185,7 +180,7 @@ def _site(target: Target, frame: Frame, local: LocalInference, rng: Rng) -> Arra
     try:
         moments = local.tilted(target, rng)
         covariance = np.asarray(np.linalg.inv(moments.precision), dtype=np.float64)
-        tilted = _sites.in_family(moments.mean, covariance, frame.form)
+        tilted = structure.project(moments.mean, covariance, frame.form)
         return old + whiten(frame, tilted.linear - frame.q.linear, tilted.precision - frame.q.precision)
     except Exception:  # any: failing depends on the data, and a refusal would disclose it
         logger.warning("client %s: local computation failed, its old site is sent with noise", target.client.client_id)
@@ -197,9 +192,8 @@ def _reject(state: PrivateEPState, reply: Message, *, mechanism: Mechanism) -> s
     """A clipped vector with noise has a bounded norm, but for a probability below 10⁻²⁰."""
     norm = float(np.linalg.norm(reply["site"]))
     limit = mechanism.clip + 12 * mechanism.sd * np.sqrt(length(state.sites.structure))
-    if norm > limit:
-        return f"'site' has norm {norm:.3g}, above clip + 12 noise sds √length = {limit:.3g}: it was not clipped"
-    return None
+    was_not = f"'site' has norm {norm:.3g}, above clip + 12 noise sds √length = {limit:.3g}: it was not clipped"
+    return was_not if norm > limit else None
 
 
 # The server's part of private EP: noised sites, and the covariance of their noise in q --------------------------------
@@ -254,27 +248,25 @@ def precision_weight(sites: Sites, mechanism: Mechanism) -> float:
     return float(np.clip(2 * mechanism.sd * np.sqrt(2 * m * count), 1.0, np.sqrt(count)))
 
 
-def _noise_covariance(g: Gaussian, state: PrivateEPState) -> Array:
-    covariance = gaussian.covariance(g)
-    return np.asarray(covariance @ state.noise @ covariance)
-
-
 def noise_sd(state: PrivateEPState) -> Array:
     """Sd of each mean of q through the clients' noise."""
-    return np.asarray(np.sqrt(np.diagonal(_noise_covariance(state.sites.q, state))))
+    covariance = gaussian.covariance(state.sites.q)
+    return np.asarray(np.sqrt(np.diagonal(covariance @ state.noise @ covariance)))
 
 
 def widened(g: Gaussian, state: PrivateEPState) -> Gaussian:
     """Add the variance of the mean by the noise; an improper g stays."""
     if not gaussian.is_proper(g):
         return g
-    return gaussian.from_moments(gaussian.mean(g), gaussian.covariance(g) + _noise_covariance(g, state))
+    covariance = gaussian.covariance(g)
+    return gaussian.from_moments(gaussian.mean(g), covariance + covariance @ state.noise @ covariance)
 
 
 def private_step(
-    state: PrivateEPState, received: Received, *, mechanism: Mechanism, tolerance: float, largest: float
+    state: PrivateEPState, received: Received, *, mechanism: Mechanism, matching: ep.Matching
 ) -> tuple[PrivateEPState, Report]:
     """Replace or average the sites of the clients that replied, with the noise and ε so far."""
+    tolerance, largest = matching.tolerance, matching.damping
     replies, sites, rounds, counts = received.each, state.sites, state.rounds + 1, state.replies.copy()
     spent = privacy.epsilon(mechanism.noise_multiplier, min(rounds, mechanism.releases), mechanism.delta)
     if not replies:
@@ -285,9 +277,13 @@ def private_step(
     fresh = mechanism.sd * float(np.sqrt(len(rows)))  # noise of this round in a mean, in posterior sds
     vectors = np.stack([np.asarray(reply["site"], dtype=float) for reply in replies.values()])
     linear, packed = unwhiten(frame_of(sites.q, sites.structure, weight), vectors)
-    damping = _damping(counts, rows, fresh / weight * float(np.sqrt(2 * m)), mechanism.releases, largest)
+    # Sites are replaced in the first half of the releases, and averaged with their noise in the second. A round's noise
+    # takes at most half of q's precision.
+    late = max(float(counts[rows].mean()) - max(mechanism.releases // 2, 1), 0.0)
+    averaging = max(1 / (1 + late), shortest_step(len(counts)))
+    damping = min(largest, averaging, 0.5 * weight / (fresh * float(np.sqrt(2 * m))))
     # A step below the shortest leaves q as it is.
-    outcome = Outcome(state.ep, EPInfo("EP", np.inf, np.inf, 0.0, np.nan, mechanism.sd, 0.0))
+    outcome = Outcome(state.ep, EPInfo("EP", damping=0.0))
     if damping >= shortest_step(len(counts)):
         outcome = damped_step(
             state.ep._replace(steps=state.ep.steps._replace(damping=damping)),
@@ -308,16 +304,6 @@ def private_step(
     return after, Report(info, *_judge(after, info, arrived, mechanism))
 
 
-def _damping(counts: Array, rows: list[int], precision_noise: float, releases: int, largest: float) -> float:
-    """The damping: sites are replaced in the first half of the releases, and averaged in the second, with their noise.
-
-    A round's noise takes at most half of q's precision.
-    """
-    late = max(float(counts[rows].mean()) - max(releases // 2, 1), 0.0)
-    averaging = max(1 / (1 + late), shortest_step(len(counts)))
-    return min(largest, averaging, 0.5 / precision_noise)
-
-
 def _relative(state: PrivateEPState) -> float:
     """Largest sd of a mean through the noise, in posterior sds."""
     return float(np.max(noise_sd(state) / gaussian.standard_deviations(state.sites.q)))
@@ -326,20 +312,18 @@ def _relative(state: PrivateEPState) -> float:
 def _judge(state: PrivateEPState, info: PrivateEPInfo, arrived: bool, mechanism: Mechanism) -> tuple[Status, str]:
     """Status and message: done when the releases are used up, converged if q has arrived as far as the noise shows."""
     spent = f"ε = {info.epsilon:.3g} at δ = {mechanism.delta:g} so far for all the data of one client"
-    change = max(info.change_mean, info.change_sd)
+    change, end = max(info.change_mean, info.change_sd), Status.STALLED
     if info.damping == 0:
         message = "no damped step keeps q positive definite: too much noise for so few clients; lower clip="
     elif arrived and info.noise > 1:
         message = f"the noise, {info.noise:.2g} posterior sds, hides whether q arrived; enrol more clients"
     elif arrived:
-        message = f"to the clients' noise, {info.noise:.2g} posterior sds of a mean"
+        message, end = f"to the clients' noise, {info.noise:.2g} posterior sds of a mean", Status.CONVERGED
     else:
         message = f"the last round moved sds or means by {change:.2g} sds; raise rounds= and releases=, or clip="
-    if np.any(state.replies < mechanism.releases):
-        return Status.RUNNING, f"{message}; {spent}"
-    if info.damping > 0 and arrived and info.noise <= 1:
-        return Status.CONVERGED, f"{message}; {spent}"
-    return Status.STALLED, f"every client has used up releases={mechanism.releases}: {message}; {spent}"
+    status = Status.RUNNING if np.any(state.replies < mechanism.releases) else end
+    used_up = f"every client has used up releases={mechanism.releases}: " if status is Status.STALLED else ""
+    return status, f"{used_up}{message}; {spent}"
 
 
 # Changes of natural parameters as vectors, in coordinates in which q is standard normal -------------------------------
@@ -363,7 +347,7 @@ def length(form: Structure) -> int:
 def frame_of(q: Gaussian, form: Structure, weight: float = 1.0) -> Frame:
     """Coordinates of a proper q, precisions scaled by `weight`; server and clients find the same ones."""
     mean = gaussian.mean(q)
-    inside = _sites.in_family(mean, gaussian.covariance(q), form)
+    inside = structure.project(mean, gaussian.covariance(q), form)
     weights = _sites.in_structure(np.where(np.eye(form.size, dtype=bool), 1.0, np.sqrt(2.0)), form)
     factor = np.asarray(np.linalg.cholesky(inside.precision), dtype=np.float64)
     return Frame(form, inside, mean, factor, weight * weights)
@@ -380,6 +364,6 @@ def whiten(frame: Frame, d_linear: Array, d_precision: Array) -> Array:
 def unwhiten(frame: Frame, vectors: Array) -> tuple[Array, Array]:
     """Changes of linear (R, m) and packed precision (R, p) from vectors (R, m + p)."""
     m, factor = frame.form.size, frame.factor
-    precision = factor @ _sites.dense(vectors[:, m:] / frame.weights, frame.form) @ factor.T
+    precision = factor @ structure.unpack_precision(vectors[:, m:] / frame.weights, frame.form) @ factor.T
     linear = vectors[:, :m] @ factor.T + precision @ frame.mean
     return linear, _sites.in_structure(precision, frame.form)

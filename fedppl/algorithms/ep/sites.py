@@ -54,21 +54,18 @@ def structure_of(form: str | Sequence[Sequence[str]], layout: Layout) -> Structu
     if form == "full":
         return structure.full(layout.size)
     if form == "diagonal":
-        return structure.diagonal(layout.size)
-    slices = layout.slices
-    blocks = []
-    for names in form:
-        for name in names:
-            if name not in slices:
-                raise DeclarationError(f"structure names {name!r}, but the shared variables are {list(slices)}.")
-        blocks.append([i for name in names for i in range(slices[name].start, slices[name].stop)])
-    named = [name for names in form for name in names]
-    if sorted(named) != sorted(slices) or not all(form):
+        return structure.block(layout.size, [[i] for i in range(layout.size)])
+    places = {name: range(part.start, part.stop) for name, part in layout.slices.items()}
+    if sorted(name for names in form for name in names) != sorted(places) or not all(form):
         raise DeclarationError(
-            f"structure={form!r} must have every shared name once, in blocks that are not empty; the shared variables "
-            f"are {list(slices)}."
+            f"structure={form!r} must have each of {list(places)} once, in blocks that are not empty."
         )
-    return structure.block(layout.size, blocks)
+    return structure.block(layout.size, [[i for name in names for i in places[name]] for names in form])
+
+
+def is_full(form: Structure) -> bool:
+    """Whether precisions have all entries."""
+    return structure.packed_size(form) == form.size * (form.size + 1) // 2
 
 
 def empty(layout: Layout, clients: tuple[str, ...], form: Structure) -> Sites:
@@ -89,8 +86,8 @@ def say_if_large(layout: Layout, algorithm: str) -> None:
     """Warn in the log, before the first round, of more shared variables than an algorithm is made for."""
     if layout.size >= _LARGE:
         logger.warning(
-            "%s infers all %d shared numbers together, and a round may take minutes. It is made for tens of them: "
-            "share fewer, or, for the weights of a network, pass one of the algorithms of fedppl.nn",
+            "%s is made for tens of shared numbers, and a round may take minutes with all %d: share fewer, or, of a "
+            "network's weights, pass one of the algorithms of fedppl.nn",
             algorithm,
             layout.size,
         )
@@ -103,43 +100,20 @@ def indices(sites: Sites, clients: Iterable[str]) -> list[int]:
 
 def update(sites: Sites, linear: Array, precision: Array) -> Sites:
     """Replace the ledger and q, summed anew each time, so that rounding does not add up."""
-    summed = dense(precision.sum(axis=0), sites.structure)
+    summed = structure.unpack_precision(precision.sum(axis=0), sites.structure)
     q = Gaussian(sites.prior.linear + linear.sum(axis=0), sites.prior.precision + summed)
     return sites._replace(linear=linear, precision=precision, q=q)
 
 
-def dense(packed: Array, form: Structure) -> Array:
-    """Packed precisions (..., p) as matrices (..., m, m)."""
-    precision = structure.unpack_precision(packed, form)
-    if form.blocks is not None:
-        return precision
-    matrices = np.zeros((*precision.shape, form.size))
-    diagonal = np.arange(form.size)
-    matrices[..., diagonal, diagonal] = precision
-    return matrices
-
-
-def in_family(mean: Array, covariance: Array, form: Structure) -> Gaussian:
-    """The Gaussian of the family with these moments; its precision as a matrix for every family."""
-    projected = structure.project(mean, covariance, form)
-    return projected if form.blocks is not None else Gaussian(projected.linear, np.diag(projected.precision))
-
-
 def in_structure(matrices: Array, form: Structure) -> Array:
     """Symmetric matrices (..., m, m) packed, without entries outside the family: (..., p)."""
-    if form.blocks is None:
-        return np.asarray(np.einsum("...ii->...i", matrices)).copy()
-    if len(form.blocks) > 1:
-        kept = np.zeros(matrices.shape[-2:], dtype=bool)
-        for block in form.blocks:
-            kept[np.ix_(block, block)] = True
-        matrices = np.where(kept, matrices, 0.0)
-    return structure.pack_precision(matrices, form)
+    is_inside = structure.unpack_precision(np.ones(structure.packed_size(form)), form) > 0
+    return structure.pack_precision(np.where(is_inside, matrices, 0.0), form)
 
 
 def site(sites: Sites, k: int) -> Gaussian:
     """The site of the client in row k, with a full precision."""
-    return Gaussian(sites.linear[k], dense(sites.precision[k], sites.structure))
+    return Gaussian(sites.linear[k], structure.unpack_precision(sites.precision[k], sites.structure))
 
 
 def cavity(sites: Sites, client_id: str) -> Gaussian:
@@ -156,7 +130,7 @@ def conclusion(sites: Sites, client_id: str, prior_share: float) -> Message:
 
 def improper_cavities(sites: Sites) -> int:
     """How many clients' cavities are not positive definite."""
-    cavities = sites.q.precision - dense(sites.precision, sites.structure)
+    cavities = sites.q.precision - structure.unpack_precision(sites.precision, sites.structure)
     return int(np.sum(~np.asarray(gaussian.is_proper(Gaussian(sites.q.linear - sites.linear, cavities)))))
 
 
@@ -166,21 +140,18 @@ def implausible_moments(sites: Sites, reply: Message) -> str | None:
     mean, skewness = (np.asarray(reply[name], dtype=float) for name in ("mean", "skewness"))
     precision = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
     ratios = _ratios(precision, root)
-    if ratios is None or ratios[-1] > _AGAINST_Q:
-        beyond = _beyond("precision", ratios, "q's", _AGAINST_Q)
-        return f"{beyond}; {_LOOK}"
+    if ratios[-1] > _AGAINST_Q:
+        return _beyond(f"'precision' is {ratios[-1]:.2g} times q's in a direction", _AGAINST_Q)
     if ratios[0] <= 0 or not gaussian.is_proper(Gaussian(mean, precision)):
         return indefinite("precision", precision)
     if ratios[0] < 1 / _AGAINST_Q:
-        return (
-            f"'precision' is {ratios[0]:.2g} times q's in a direction, at least {1 / _AGAINST_Q:.0e} allowed; {_LOOK}"
-        )
+        return f"'precision' is {ratios[0]:.2g} times q's in a direction, at least {1 / _AGAINST_Q:.0e}; {_LOOK}"
     with np.errstate(all="ignore"):
         distance = float(np.linalg.norm(np.linalg.solve(root, mean - m_q)))
     if not distance <= np.sqrt(_AGAINST_Q):
-        return f"'mean' is {distance:.2g} sds from q's, at most {np.sqrt(_AGAINST_Q):.0e} allowed; {_LOOK}"
-    if np.abs(skewness).max() > _SKEWNESS:
-        return f"'skewness' reaches {np.abs(skewness).max():.2g}, at most {_SKEWNESS:.0e} allowed; {_LOOK}"
+        return _beyond(f"'mean' is {distance:.2g} sds from q's", np.sqrt(_AGAINST_Q))
+    if (largest := float(np.abs(skewness).max())) > _SKEWNESS:
+        return _beyond(f"'skewness' reaches {largest:.2g}", _SKEWNESS)
     error = float(reply["mc_error"])
     if not 0 <= error <= 1:
         return f"'mc_error' is {error:.2g} posterior sds and must lie in [0, 1]: raise draws= of the local inference"
@@ -192,32 +163,27 @@ def implausible_expansion(sites: Sites, reply: Message) -> str | None:
     _, root = gaussian.affine(sites.prior)
     spread = np.sqrt(np.diag(gaussian.covariance(sites.prior)))
     hessian = gaussian.unpack_triangle(np.asarray(reply["hessian"], dtype=float))
-    gradient = np.asarray(reply["gradient"], dtype=float)
-    ratios = _ratios(hessian, root)
+    gradient, value = np.asarray(reply["gradient"], dtype=float), float(reply["value"])
+    largest, steepest = float(np.abs(_ratios(hessian, root)).max()), _AGAINST_PRIOR * _PRIOR_SDS
     with np.errstate(all="ignore"):
         curved = np.diag(hessian) * spread**2
         slope = float(np.linalg.norm(root.T @ gradient))
-        steep = sites.labels[int(np.nanargmax(np.abs(gradient) * spread))]
+        along = sites.labels[int(np.nanargmax(np.abs(gradient) * spread))]
     worst = int(np.nanargmax(np.abs(curved)))
-    if ratios is None or np.abs(ratios).max() > _AGAINST_PRIOR:
-        beyond = _beyond("hessian", ratios, "the precision of the prior", _AGAINST_PRIOR)
-        label = sites.labels[worst]
+    if largest > _AGAINST_PRIOR:
+        along, what = sites.labels[worst], f"'hessian' is {largest:.2g} times the precision of the prior in a direction"
         # A log density that curves upward without bound is that of a scale that goes to zero, and of no data.
-        pole = f"{beyond}. Along {label} the density {SHOOTS_UP}"
-        return pole if curved[worst] > 0 else f"{beyond}; {_LOOK}. {_rescale(label)}"
-    steepest = _AGAINST_PRIOR * _PRIOR_SDS
-    if not slope <= steepest:
-        return f"'gradient' is {slope:.2g} per prior sd, at most {steepest:.0e} allowed; {_LOOK}. {_rescale(steep)}"
-    if abs(float(reply["value"])) > _LARGEST_VALUE:
-        value = float(reply["value"])
-        return f"'value' is {value:.2g}, at most {_LARGEST_VALUE:.0e} allowed; {_LOOK}. {_rescale(steep)}"
-    return None
-
-
-def _rescale(label: str) -> str:
-    return (
-        f"Along {label} data and prior are on different scales: rescale the outcome or that column, or widen the prior"
-    )
+        if curved[worst] > 0:
+            return _beyond(what, _AGAINST_PRIOR, f"along {along} the density {SHOOTS_UP}")
+        beyond = _beyond(what, _AGAINST_PRIOR)
+    elif not slope <= steepest:
+        beyond = _beyond(f"'gradient' is {slope:.2g} per prior sd", steepest)
+    elif abs(value) > _LARGEST_VALUE:
+        beyond = _beyond(f"'value' is {value:.2g}", _LARGEST_VALUE)
+    else:
+        return None
+    scales = "data and prior are on different scales: rescale the outcome or that column, or widen the prior"
+    return f"{beyond}. Along {along} {scales}"
 
 
 def indefinite(name: str, matrix: Array) -> str:
@@ -228,19 +194,18 @@ def indefinite(name: str, matrix: Array) -> str:
 def implausible_values(reply: Message, names: Sequence[str] = ("value", "ray")) -> str | None:
     """Why values of log f_k cannot be, or None: they may be small, but not larger than any density."""
     for name in names:
-        if float(np.max(reply[name], initial=-np.inf)) > _LARGEST_VALUE:
-            return f"{name!r} reaches {float(np.max(reply[name])):.2g}, at most {_LARGEST_VALUE:.0e} allowed; {_LOOK}"
+        if (largest := float(np.max(reply[name], initial=-np.inf))) > _LARGEST_VALUE:
+            return _beyond(f"{name!r} reaches {largest:.2g}", _LARGEST_VALUE)
     return None
 
 
-def _ratios(matrix: Array, root: Array) -> Array | None:
-    """Eigenvalues of a symmetric matrix in the precision whose inverse is root rootᵀ; None where they overflow."""
-    with np.errstate(all="ignore"):  # an overflow gives None
+def _ratios(matrix: Array, root: Array) -> Array:
+    """Eigenvalues of a symmetric matrix in the precision whose inverse is root rootᵀ; infinite where they overflow."""
+    with np.errstate(all="ignore"):
         white = root.T @ matrix @ root
         white = 0.5 * (white + white.T)
-    return np.asarray(np.linalg.eigvalsh(white)) if np.all(np.isfinite(white)) else None
+    return np.asarray(np.linalg.eigvalsh(white)) if np.all(np.isfinite(white)) else np.full(len(white), np.inf)
 
 
-def _beyond(name: str, ratios: Array | None, against: str, limit: float) -> str:
-    largest = np.inf if ratios is None else float(np.abs(ratios).max())
-    return f"{name!r} is {largest:.2g} times {against} in a direction, at most {limit:.0e} allowed"
+def _beyond(what: str, limit: float, remedy: str = _LOOK) -> str:
+    return f"{what}, at most {limit:.0e} allowed; {remedy}"

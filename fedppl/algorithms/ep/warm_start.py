@@ -1,10 +1,9 @@
 """The warm start: federated Newton rounds to the mode, from several points, and why a search has not arrived.
 
 The server maximises the sum of the clients' quadratic expansions. These are sites already: r_k = g_k − H_k x,
-Q_k = −H_k. At the mode of the marginal posterior they give its Laplace approximation, with θ marginalised, and EP goes
-on from there. With each expansion clients send log f_k at `LENGTHS` times the step that led to the point: sums of these
-say, within the round, whether the step was too long or too short, so that a start many prior sds away takes a handful
-of rounds.
+Q_k = −H_k. At the mode of the marginal posterior they give its Laplace approximation, and EP goes on from there. With
+each expansion clients send log f_k at `LENGTHS` times the step that led to the point, whose sums say whether the step
+was too long or too short: a start many prior sds away takes a handful of rounds.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import logsumexp
 
-from fedppl import gaussian, settings
+from fedppl import gaussian, settings, structure
 from fedppl.algorithms.ep import _trust
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep.sites import NO_VALUE, Sites, dense, implausible_expansion, in_structure, indices, update
+from fedppl.algorithms.ep.sites import NO_VALUE, Sites, implausible_expansion, in_structure, indices, update
 from fedppl.contracts import Asked, ClientView, Expansion, LocalInference
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.streams import whitened_points
@@ -61,8 +60,10 @@ def start(layout: Layout, clients: int) -> WarmStart:
 
 def start_at(point: Array, middle: Array, clients: int) -> WarmStart:
     """Begin at a point; where clients have no expansion there, nearer to the middle."""
-    replied, move = np.zeros(clients, dtype=bool), point - middle
-    return WarmStart(point, move, middle, replied, -np.inf, np.inf, _RADIUS, False, 0.0, {}, {}, {}, False, False)
+    nobody = np.zeros(clients, dtype=bool)
+    return WarmStart(
+        point, point - middle, middle, nobody, -np.inf, np.inf, _RADIUS, False, 0.0, {}, {}, {}, False, False
+    )
 
 
 def along(point: Array, move: Array) -> Array:
@@ -92,25 +93,29 @@ def expand_along(
     forbids to compute, and the reply has no value.
     """
     assert local.expand is not None and local.log_factor is not None
-    m = len(point)
-    ray = np.zeros(len(LENGTHS))
+    stepped, ray = bool(np.any(move)), np.zeros(len(LENGTHS))
     kept = np.ones(1 + len(ray), dtype=bool) if inside is None else np.asarray(inside, dtype=bool)
-    if np.any(move):
-        values = np.full(len(ray), NO_VALUE)
+    if stepped:
+        ray[:] = NO_VALUE
         if np.any(kept[1:]):
-            values[kept[1:]] = local.log_factor(client, along(point, move)[kept[1:]], share)
-        ray = np.where(np.isfinite(values), values, NO_VALUE)
-    nothing, why = Expansion(NO_VALUE, np.zeros(m), np.zeros((m, m)), {}), {}
+            values = local.log_factor(client, along(point, move)[kept[1:]], share)
+            ray[kept[1:]] = np.where(np.isfinite(values), values, NO_VALUE)
+    expansion, why = no_expansion(len(point)), {}
     try:
-        expansion = local.expand(client, point, share) if kept[0] else nothing
+        there = local.expand(client, point, share) if kept[0] else expansion
+        numbers = np.concatenate([[there.value], there.gradient, np.ravel(there.hessian)])
+        if not stepped or np.all(np.isfinite(numbers)):
+            expansion = there
     except LocalFailure as failure:
-        if not np.any(move):  # nowhere to go back to
+        if not stepped:  # nowhere to go back to
             raise
-        expansion, why = nothing, {"reason": str(failure)}
-    numbers = np.concatenate([[expansion.value], expansion.gradient, np.ravel(expansion.hessian)])
-    if np.any(move) and not np.all(np.isfinite(numbers)):
-        expansion = nothing
+        why = {"reason": str(failure)}
     return reply_of(expansion, ray), {**expansion.diagnostics, **why}
+
+
+def no_expansion(size: int) -> Expansion:
+    """What stands for an expansion where there is none."""
+    return Expansion(NO_VALUE, np.zeros(size), np.zeros((size, size)), {})
 
 
 def reply_of(expansion: Expansion, ray: Array) -> dict[str, Array]:
@@ -144,7 +149,7 @@ def step(
     if len(pending) < len(has_replied):
         unusable = _unusable(sites, replies)
         usable = {name: reply for name, reply in replies.items() if name not in unusable}
-        return _replaced(sites, usable, state.point) if usable else sites, state, None
+        return _replaced(sites, usable, state.point), state, None
     everyone = {client_id: pending[client_id] for client_id in sites.where}
     state, x = state._replace(pending={}), state.point
     unusable = _unusable(sites, everyone)
@@ -168,20 +173,22 @@ def step(
         return sites, state._replace(point=point, move=move, change=np.inf, radius=radius, chosen=True), None
     tried = _replaced(sites, everyone, x)
     move, whole, cut = newton_step(tried.q, sites.prior, x, state.radius)
-    arrived, change = _arrival(tried.q, move, whole and not cut, has_replied)
-    grown = min(2 * state.radius, _WIDEST if whole else max(_RADIUS, state.radius)) if cut else state.radius
-    moved = state._replace(
-        point=x + move,
+    return tried, _stepped(tried.q, state._replace(objective=objective), move, whole, cut), None
+
+
+def _stepped(q: Gaussian, state: WarmStart, move: Array, whole: bool, cut: bool) -> WarmStart:
+    """The state after a step from the point at which the sites of q were expanded, and whether it has arrived."""
+    change = float(np.max(np.abs(move) / gaussian.standard_deviations(q))) if gaussian.is_proper(q) else np.inf
+    return state._replace(
+        point=state.point + move,
         move=move,
-        anchor=x,
-        objective=objective,
+        anchor=state.point,
         change=change,
-        radius=grown,
+        radius=min(2 * state.radius, _WIDEST if whole else max(_RADIUS, state.radius)) if cut else state.radius,
         whole=whole,
         chosen=False,
-        arrived=arrived,
+        arrived=whole and not cut and change < _ARRIVED and bool(np.all(state.has_replied)),
     )
-    return tried, moved, None
 
 
 def _unusable(sites: Sites, replies: Mapping[str, Message]) -> dict[str, str]:
@@ -200,42 +207,41 @@ def _bounded_step(
     """Add the usable expansions, draw sites in as `trust` demands, and step on from there."""
     unusable = _unusable(sites, replies)
     usable = {name: reply for name, reply in replies.items() if name not in unusable}
-    state = state._replace(spent=state.spent + len(replies) / len(state.has_replied), unusable=unusable)
-    state = state._replace(reasons={**state.reasons, **unusable})
+    has_replied = state.has_replied.copy()
+    has_replied[indices(sites, usable)] = True
+    state = state._replace(
+        has_replied=has_replied,
+        spent=state.spent + len(replies) / len(has_replied),
+        unusable=unusable,
+        reasons={**state.reasons, **unusable},
+    )
     if not usable:
         return sites, state, None
-    x, has_replied = state.point, state.has_replied.copy()
-    has_replied[indices(sites, usable)] = True
-    bounded = _trust.bound(_replaced(sites, usable, x), trust)
-    tried = bounded.sites
-    move, cut = _move_within(tried.q, sites.prior, x, _RADIUS)
-    arrived, change = _arrival(tried.q, move, not cut, has_replied)
-    moved = state._replace(point=x + move, move=move, anchor=x, has_replied=has_replied, change=change, arrived=arrived)
-    return tried, moved, bounded
+    bounded = _trust.bound(_replaced(sites, usable, state.point), trust)
+    move, cut = _move_within(bounded.sites.q, sites.prior, state.point)
+    after = _stepped(bounded.sites.q, state, move, True, cut)
+    return bounded.sites, after._replace(radius=state.radius), bounded
 
 
-def _natural(sites: Sites, replies: Mapping[str, Message], x: Array) -> tuple[Array, Array]:
-    """Natural parameters of the expansions at x: r_k = g_k + Q_k x, (R, m), and Q_k = −H_k packed, (R, p)."""
-    gradient = np.stack([reply["gradient"] for reply in replies.values()])
-    hessian = gaussian.unpack_triangle(np.stack([reply["hessian"] for reply in replies.values()]))
-    packed = in_structure(-hessian, sites.structure)
-    return gradient + dense(packed, sites.structure) @ x, packed
+def _move_within(q: Gaussian, prior: Gaussian, x: Array) -> tuple[Array, bool]:
+    """Newton step on |eigenvalues|, which climbs whatever the curvature: no steps are compared; whether it was cut."""
+    inverse = np.linalg.inv(np.linalg.cholesky(prior.precision))
+    values, vectors = np.linalg.eigh(inverse @ q.precision @ inverse.T)
+    move = (vectors.T @ (inverse @ (q.linear - q.precision @ x))) / np.maximum(np.abs(values), 1.0)
+    kept = np.clip(move, -_RADIUS, _RADIUS)
+    return inverse.T @ (vectors @ kept), bool(np.any(kept != move) or values[0] <= 0)
 
 
 def _replaced(sites: Sites, replies: Mapping[str, Message], x: Array) -> Sites:
-    """The ledger with these clients' expansions at x in the place of their sites."""
-    rows = indices(sites, replies)
-    linear, precision = sites.linear.copy(), sites.precision.copy()
-    linear[rows], precision[rows] = _natural(sites, replies, x)
+    """The ledger with clients' expansions at x as their sites: r_k = g_k + Q_k x and Q_k = −H_k."""
+    if not replies:
+        return sites
+    rows, linear, precision = indices(sites, replies), sites.linear.copy(), sites.precision.copy()
+    gradient = np.stack([reply["gradient"] for reply in replies.values()])
+    hessian = gaussian.unpack_triangle(np.stack([reply["hessian"] for reply in replies.values()]))
+    precision[rows] = in_structure(-hessian, sites.structure)
+    linear[rows] = gradient + structure.unpack_precision(precision[rows], sites.structure) @ x
     return update(sites, linear, precision)
-
-
-def _arrival(q: Gaussian, move: Array, there: bool, has_replied: Array) -> tuple[bool, float]:
-    """Whether a step that nothing cut is short against q and everyone has replied; its length in posterior sds."""
-    if not gaussian.is_proper(q):
-        return False, np.inf
-    change = float(np.max(np.abs(move) / gaussian.standard_deviations(q)))
-    return there and change < _ARRIVED and bool(np.all(has_replied)), change
 
 
 def reach(prior: Gaussian, state: WarmStart) -> float:
@@ -272,19 +278,6 @@ _SINGULAR = 1e-13
 _SUSPECTS = 20  # coordinates whose couplings are left out first
 
 
-def _move_within(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[Array, bool]:
-    """Newton step on |eigenvalues| in prior units, no axis longer than `radius` sds, and whether it was cut.
-
-    For steps without an objective: it climbs whatever the curvature.
-    """
-    inverse = np.linalg.inv(np.linalg.cholesky(prior.precision))
-    values, vectors = np.linalg.eigh(inverse @ q.precision @ inverse.T)
-    gradient = inverse @ (q.linear - q.precision @ x)
-    move = (vectors.T @ gradient) / np.maximum(np.abs(values), 1.0)
-    clipped = np.clip(move, -radius, radius)
-    return inverse.T @ (vectors @ clipped), bool(np.any(clipped != move)) or bool(values[0] <= 0)
-
-
 def newton_step(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[Array, bool, bool]:
     """Newton step from x towards the mode of q; whether it has all couplings; whether it was cut.
 
@@ -295,19 +288,13 @@ def newton_step(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[
     gradient = q.linear - q.precision @ x
     scale = np.sqrt(np.maximum(np.abs(np.diag(q.precision)), np.diag(prior.precision)))
     white, slope = q.precision / np.outer(scale, scale), gradient / scale
-    values = np.linalg.eigvalsh(white)
+    values, vectors = np.linalg.eigh(white)
     whole = bool(values[0] / max(values[-1], 1e-300) > _SINGULAR)
-    if whole:
-        move = np.linalg.solve(white, slope)
-    else:
-        best: _Option | None = None
-        most_negative = np.linalg.eigh(white)[1][:, 0]
-        for first in np.argsort(-np.abs(most_negative), kind="stable")[:_SUSPECTS]:
-            option = _decoupled(white, slope, int(first), len(white) if best is None else best[0])
-            if option is not None and (best is None or option[:2] < best[:2]):
-                best = option
-        assert best is not None  # the first has no bound
-        _, _, move, white = best
+    if not whole:
+        suspects = np.argsort(-np.abs(vectors[:, 0]), kind="stable")[:_SUSPECTS]
+        options = (_decoupled(white, slope, int(first)) for first in suspects)
+        white = min(options, key=lambda option: option[:2])[2]
+    move = np.linalg.solve(white, slope)
     root = np.linalg.inv(np.linalg.cholesky(prior.precision))
     _, axes = np.linalg.eigh(root @ (white * np.outer(scale, scale)) @ root.T)
     axes = axes.T @ np.linalg.inv(root.T)  # rows: principal axes of the precision, in prior sds
@@ -316,33 +303,23 @@ def newton_step(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[
     return np.linalg.solve(axes, kept), whole, bool(np.any(kept != along))
 
 
-_Option = tuple[int, float, Array, Array]  # number of coordinates without couplings, −gain, step, matrix
-
-
-def _decoupled(white: Array, slope: Array, first: int, most: int) -> _Option | None:
-    """Leave out one coordinate's couplings, then others' while need be; None where that takes more than `most`."""
+def _decoupled(white: Array, slope: Array, first: int) -> tuple[int, float, Array]:
+    """A precision without one coordinate's couplings, and others' while need be: how many, −gain of a step, and it."""
     matrix, decoupled = white.copy(), [first]
     while True:
         j = decoupled[-1]
         matrix[j], matrix[:, j] = 0.0, 0.0
         matrix[j, j] = max(abs(float(white[j, j])), 1e-3)
         values, vectors = np.linalg.eigh(matrix)
-        if values[0] > _SINGULAR * max(values[-1], 1e-300):
-            break
         share = np.abs(vectors[:, 0])
         share[decoupled] = 0.0
-        if not np.any(share > 0):
-            break
-        if len(decoupled) == most:
-            return None
+        if values[0] > _SINGULAR * max(values[-1], 1e-300) or not np.any(share > 0):
+            return len(decoupled), -float(np.linalg.solve(matrix, slope) @ slope), matrix
         decoupled.append(int(np.argmax(share)))
-    move = np.asarray(np.linalg.solve(matrix, slope), dtype=np.float64)
-    return len(decoupled), -float(move @ slope), move, matrix
 
 
 # Several searches, one after the other: the mode with the most mass, and the others by name ---------------------------
 
-Indices = NDArray[np.int64]
 _ONE_MODE = (
     "positive (pm.HalfNormal), ordered (pm.distributions.transforms.ordered), or by a prior that rules the others out"
 )
@@ -366,7 +343,7 @@ class Starts(NamedTuple):
     """Points where searches are still to begin, and the modes that those before them found."""
 
     left: Array  # (J, m)
-    turned: Indices  # (m,) coordinates in an order in which exchangeable ones have changed places
+    turned: NDArray[np.int64]  # (m,) coordinates in an order in which exchangeable ones have changed places
     modes: tuple[Mode, ...]
     said: str  # message of several modes, once all searches are over
     asked_for: bool  # by a number; else further searches end where few clients reply in a round
@@ -378,7 +355,7 @@ def number_of(starts: int | str, default: int) -> int:
         return settings.whole("starts", starts, most=_MOST_STARTS)
     if starts != "auto":
         raise DeclarationError(
-            f'starts={settings.shown(starts)} must be "auto", or a whole number from 1 to {_MOST_STARTS}.'
+            f'starts={settings.shown(starts)} must be "auto", or a whole number up to {_MOST_STARTS}.'
         )
     return default
 
@@ -386,64 +363,55 @@ def number_of(starts: int | str, default: int) -> int:
 def begin_several(layout: Layout, starts: int, stream: int, asked_for: bool) -> Starts:
     """The first search begins at the prior mean, the others at quasi-random points of the prior, some further out.
 
-    The Gaussian of a prior with heavy tails lacks them, and modes may lie far from its middle. Images of the first mode
-    take the places of the last of these points; images of a better mode that is found later are added.
+    Images of the first mode take the places of the last of these points.
     """
-    prior = layout.prior
-    sd = gaussian.standard_deviations(prior)
+    sd = gaussian.standard_deviations(layout.prior)
     z = whitened_points(len(sd), 2 * (starts + len(sd)), stream)[: starts - 1]
     reach = 2.0 ** (np.arange(len(z)) % 3)
-    return Starts(gaussian.mean(prior) + z * reach[:, None] * sd, turned(layout), (), "", asked_for)
+    return Starts(gaussian.mean(layout.prior) + z * reach[:, None] * sd, _turned(layout), (), "", asked_for)
 
 
-def turned(layout: Layout) -> Indices:
+def _turned(layout: Layout) -> NDArray[np.int64]:
     """Coordinates with variables of equal priors in reversed order, and elements of a variable with a prior of its own.
 
     Moments of a prior that is not Gaussian come from draws, so that equal priors differ a little.
     """
     mean, sd = gaussian.mean(layout.prior), gaussian.standard_deviations(layout.prior)
+
+    def are_alike(one: slice, other: slice) -> bool:
+        if len(mean[one]) != len(mean[other]) or not np.allclose(sd[one], sd[other], rtol=_ALIKE, atol=0.0):
+            return False
+        return bool(np.all(np.abs(mean[one] - mean[other]) < _ALIKE * sd[other]))
+
     groups: list[list[slice]] = []
     for part in layout.slices.values():
-        for group in groups:
-            first = group[0]
-            if len(mean[first]) == len(mean[part]) and np.allclose(sd[first], sd[part], rtol=_ALIKE, atol=0.0):
-                if np.all(np.abs(mean[first] - mean[part]) < _ALIKE * sd[part]):
-                    group.append(part)
-                    break
-        else:
+        group = next((group for group in groups if are_alike(group[0], part)), None)
+        if group is None:
             groups.append([part])
+        else:
+            group.append(part)
     order = np.arange(layout.size, dtype=np.int64)
     for group in groups:
         for part, other in zip(group, reversed(group), strict=True):
-            taken = np.arange(other.start, other.stop)
-            order[part] = taken if len(group) > 1 else taken[::-1]
+            order[part] = np.arange(other.start, other.stop)[:: 1 if len(group) > 1 else -1]
     return order
-
-
-def images(point: Array, sd: Array, middle: Array, turned: Indices) -> list[Array]:
-    """Other modes of a posterior whose labels may be exchanged, or whose signs the data do not tell."""
-    candidates = [2.0 * middle - point, point[turned]]
-    return [image for image in candidates if far_apart(image, point, sd)]
 
 
 def arrived_at(sites: Sites, search: WarmStart) -> Mode:
     """The mode near the point at which the sites were expanded."""
-    x = search.anchor
-    mass = search.objective - float(gaussian.log_kernel(sites.q, x)) + gaussian.log_integral(sites.q)
-    return Mode(
-        gaussian.mean(sites.q), gaussian.standard_deviations(sites.q), float(mass), sites.linear, sites.precision
-    )
+    q = sites.q
+    mass = search.objective - float(gaussian.log_kernel(q, search.anchor)) + gaussian.log_integral(q)
+    return Mode(gaussian.mean(q), gaussian.standard_deviations(q), float(mass), sites.linear, sites.precision)
 
 
 def next_search(starts: Starts, sites: Sites, new: Mode | None) -> tuple[Starts, Sites, WarmStart | None]:
-    """Begin the next search; after the last one return the sites of the mode with the most mass, and no search.
-
-    Where no search has arrived, the sites stay.
-    """
+    """Begin the next search; after the last one return the sites of the mode with the most mass, and no search."""
     modes = starts.modes if new is None else (*starts.modes, new)
     remaining, middle = starts.left, gaussian.mean(sites.prior)
     if new is not None and all(new.log_mass > mode.log_mass + 1.0 for mode in starts.modes):
-        beside = images(new.point, new.sd, middle, starts.turned)
+        # Labels may be exchanged, or the data not tell signs.
+        images = 2.0 * middle - new.point, new.point[starts.turned]
+        beside = [image for image in images if far_apart(image, new.point, new.sd)]
         least = len(beside) if starts.modes else 0  # of a later mode all images are searched, if none remained
         remaining = np.array([*beside, *remaining]).reshape(-1, len(middle))[: max(len(remaining), least)]
     if len(remaining):
@@ -453,26 +421,10 @@ def next_search(starts: Starts, sites: Sites, new: Mode | None) -> tuple[Starts,
     if not modes:
         return starts, sites, None
     most = max(modes, key=lambda mode: mode.log_mass)
-    best = next(mode for mode in modes if not _are_apart(mode, most))  # the first search that found it
-    others = _distinct(best, modes)
-    message = _several(best, others, sites.labels) if others else ""
+    best = next(mode for mode in modes if not are_apart(mode, most))  # the first search that found it
     kept = tuple(mode._replace(linear=mode.linear[:0], precision=mode.precision[:0]) for mode in modes)
-    return starts._replace(left=remaining, modes=kept, said=message), update(sites, best.linear, best.precision), None
-
-
-def are_several(modes: tuple[Mode, ...]) -> bool:
-    """Whether searches found other modes than the first did, whatever their mass."""
-    return any(_are_apart(modes[0], mode) for mode in modes[1:])
-
-
-def _distinct(best: Mode, modes: tuple[Mode, ...]) -> list[Mode]:
-    """Modes other than the best, each once, with a share of the mass that matters."""
-    others: list[Mode] = []
-    for mode in sorted(modes, key=lambda mode: -mode.log_mass):
-        if all(_are_apart(mode, other) for other in (best, *others)):
-            others.append(mode)
-    total = logsumexp([best.log_mass, *(mode.log_mass for mode in others)])
-    return [mode for mode in others if mode.log_mass - total > np.log(MATTERS)]
+    ended = starts._replace(left=remaining, modes=kept, said=_several(best, modes, sites.labels))
+    return ended, update(sites, best.linear, best.precision), None
 
 
 def far_apart(one: Array, other: Array, sd: Array) -> bool:
@@ -480,17 +432,28 @@ def far_apart(one: Array, other: Array, sd: Array) -> bool:
     return float(np.max(np.abs(one - other) / sd)) > _APART
 
 
-def _are_apart(one: Mode, other: Mode) -> bool:
+def are_apart(one: Mode, other: Mode) -> bool:
+    """Whether two modes differ."""
     return far_apart(one.point, other.point, np.maximum(one.sd, other.sd))
 
 
-def _several(best: Mode, others: list[Mode], labels: tuple[str, ...]) -> str:
-    """Where the modes are, and about which share of the posterior each has."""
+def _several(best: Mode, modes: tuple[Mode, ...], labels: tuple[str, ...]) -> str:
+    """Where the modes are whose share of the posterior matters, and their shares; empty where there is one."""
+    distinct = [best]
+    for mode in sorted(modes, key=lambda mode: -mode.log_mass):
+        if all(are_apart(mode, other) for other in distinct):
+            distinct.append(mode)
+    total = logsumexp([mode.log_mass for mode in distinct])
+    others = [mode for mode in distinct[1:] if mode.log_mass - total > np.log(MATTERS)]
+    if not others:
+        return ""
     total = logsumexp([mode.log_mass for mode in (best, *others)])
     worst = int(np.argmax(np.max([np.abs(mode.point - best.point) / best.sd for mode in others], axis=0)))
-    shares = [np.exp(mode.log_mass - total) for mode in (best, *others[:3])]
-    percent = [f"{share:.0%}" if 0.01 <= share <= 0.99 else f"{share:.2%}" for share in shares]
-    places = [f"{s} at {mode.point[worst]:.3g}" for s, mode in zip(percent, (best, *others[:3]), strict=True)]
+    places = []
+    for mode in (best, *others[:3]):
+        share = np.exp(mode.log_mass - total)
+        percent = f"{share:.0%}" if 0.01 <= share <= 0.99 else f"{share:.2%}"
+        places.append(f"{percent} at {mode.point[worst]:.3g}")
     return (
         f"the posterior has several modes: along {labels[worst]}, of those found about {', '.join(places)}; q is of "
         f"the first alone. Declare the model so that one is left: {_ONE_MODE}"
@@ -515,46 +478,35 @@ def why_not_arrived(sites: Sites, state: WarmStart, search: str = "the warm star
     if missing:
         return f"{search} needs every client once, and clients {missing[:5]} have not answered"
     absent = [client_id for client_id in sites.where if state.pending and client_id not in state.pending]
-    cause = (
-        f"it waits for an expansion of every client at its point, and clients {absent[:5]} have sent none yet"
-        if absent
-        else _cause(sites, state.anchor, dict(state.unusable), dict(state.reasons))
-    )
-    return f"{search} has not reached the mode of the marginal posterior: {cause}"
+    waits = f"it waits for an expansion of every client at its point, and clients {absent[:5]} have sent none yet"
+    return f"{search} has not reached the mode of the marginal posterior: {waits if absent else _cause(sites, state)}"
 
 
 def pulls_alone(sites: Sites, x: Array) -> str:
     """The client whose slope at x is far beyond the others', where q is improper and has no sds to measure pulls in."""
     if len(sites.where) < 3:
         return ""
-    slopes = np.abs(sites.linear - dense(sites.precision, sites.structure) @ x)
+    slopes = np.abs(sites.linear - structure.unpack_precision(sites.precision, sites.structure) @ x)
     slopes = slopes * gaussian.standard_deviations(sites.prior)
     k, i = np.unravel_index(int(np.argmax(slopes)), slopes.shape)
     others = max(float(np.median(np.delete(slopes.max(axis=1), k))), 1.0)
     if slopes[k, i] <= _ALONE * others:
         return ""
-    return (
-        f"client {list(sites.where)[k]} pulls {as_declared(sites.labels[i])} alone: {slopes[k, i] / others:.2g} times "
-        "as hard as the median of the others at the last point; look at its data"
-    )
+    who, times = list(sites.where)[k], f"{slopes[k, i] / others:.2g} times as hard as the median of the others"
+    return f"client {who} pulls {as_declared(sites.labels[i])} alone: {times} at the last point; look at its data"
 
 
-def _cause(sites: Sites, point: Array, unusable: dict[str, str], earlier: dict[str, str]) -> str:
-    """The likeliest cause, with a remedy, where `sites` are expansions at the point (m,) and nothing led on from there.
-
-    `unusable` has the clients whose last expansion was unusable, with the reason, empty where the client's own search
-    failed; `earlier` has those with an unusable expansion at any point.
-    """
-    prior = sites.prior
-    spread = gaussian.standard_deviations(prior)
-    away = (point - gaussian.mean(prior)) / spread
+def _cause(sites: Sites, state: WarmStart) -> str:
+    """The likeliest cause, with a remedy, where `sites` are expansions at the anchor and nothing led on from there."""
+    spread, point = gaussian.standard_deviations(sites.prior), state.anchor
+    away = (point - gaussian.mean(sites.prior)) / spread
     return (
         diagnostics.hardly_a_prior(sites.labels, spread)
         or _saddle(sites, point)
-        or _collapse(sites, point, away, _PINNED_BEYOND if any(unusable.values()) else _PINNED)
-        or _stopped(unusable)
+        or _collapse(sites, point, away, _PINNED_BEYOND if any(state.unusable.values()) else _PINNED)
+        or _stopped(state.unusable)
         or _far(sites.labels, away)
-        or _stopped(earlier)
+        or _stopped(state.reasons)
         or _convex(sites, point)
         or f"give every variable a proper prior that says what is plausible, or {_sites.WITHOUT_CURVATURE}"
     )
@@ -566,11 +518,9 @@ def _saddle(sites: Sites, point: Array) -> str:
     slopes = vectors.T @ (root @ (sites.q.linear - sites.q.precision @ point)) / np.sqrt(np.maximum(np.abs(values), 1))
     if values[0] >= 0 or np.abs(slopes).max() > _LEVEL:
         return ""
-    named = _named(sites.labels, vectors[:, 0])
     return (
-        f"at {_at(sites.labels, point, named)} the density is level, but rises on both sides, and has several modes: "
-        "signs or labels may be exchanged, or rows contradict a prior with heavy tails, or lie on either side of a "
-        f"threshold. Declare it so that one is left: {_ONE_MODE}, or with lighter tails"
+        f"at {_at(sites.labels, point, vectors[:, 0])} the density is level, but rises on both sides, and has several "
+        f"modes. Declare it so that one is left: {_ONE_MODE}, or with lighter tails"
     )
 
 
@@ -582,25 +532,24 @@ def _collapse(sites: Sites, point: Array, away: Array, least: float) -> str:
     pinned = int(np.argmax(known))
     if abs(away[worst]) < _MANY_PRIOR_SDS or known[pinned] < least:
         return ""
-    label, end = sites.labels[worst], "0" if away[worst] < 0 or _LOG not in sites.labels[worst] else "infinity"
-    remedy = "pm.InverseGamma" if end == "0" else "pm.Gamma(2, ...)"
-    scale = _variable(label) if _LOG in label else f"the scale behind {_variable(label)}"
+    label, is_log = sites.labels[worst], _LOG in sites.labels[worst]
+    to_zero = away[worst] < 0 or not is_log
+    end, remedy = ("0", "pm.InverseGamma") if to_zero else ("infinity", "pm.Gamma(2, ...)")
+    scale = ("" if is_log else "the scale behind ") + label.partition("[")[0].removesuffix(_LOG)
     return (
         f"{_spoken(label)} has gone to {point[worst]:.3g}, {abs(away[worst]):.2g} prior sds from its prior mean, and "
         f"pins {as_declared(sites.labels[pinned])} (precision {known[pinned]:.0e} times its prior's): {scale} goes to "
-        f"{end}, as where outcomes are constant, or an exact function of what predicts them, at every client. Check "
-        f"the outcomes, or declare it with a prior that keeps it from {end}, such as {remedy}"
+        f"{end}, as of constant outcomes. Check them, or declare a prior that keeps it from {end}, such as {remedy}"
     )
 
 
-def _stopped(unusable: dict[str, str]) -> str:
+def _stopped(unusable: Mapping[str, str]) -> str:
     """Clients without a usable expansion, however short the step."""
     if not unusable:
         return ""
-    reasons = list(dict.fromkeys(reason for reason in unusable.values() if reason))
-    return f"expansions of {_who(list(unusable))} cannot be used at points on the way" + (
-        f": {reasons[0]}" if reasons else "; look at their data, and at the priors of their local variables"
-    )
+    reason = next(filter(None, unusable.values()), "")
+    why = f": {reason}" if reason else "; look at their data, and at the priors of their local variables"
+    return f"expansions of {_who(list(unusable))} cannot be used at points on the way{why}"
 
 
 def _far(labels: tuple[str, ...], away: Array) -> str:
@@ -608,10 +557,8 @@ def _far(labels: tuple[str, ...], away: Array) -> str:
     worst = int(np.argmax(np.abs(away)))
     if abs(away[worst]) < _MANY_PRIOR_SDS:
         return ""
-    return (
-        f"the data pull {as_declared(labels[worst])} {abs(away[worst]):.2g} prior sds from its prior mean: rescale "
-        "the outcome or its column, or widen its prior"
-    )
+    pulled = f"the data pull {as_declared(labels[worst])} {abs(away[worst]):.2g} prior sds from its prior mean"
+    return f"{pulled}: rescale the outcome or its column, or widen its prior"
 
 
 def _convex(sites: Sites, point: Array) -> str:
@@ -620,12 +567,10 @@ def _convex(sites: Sites, point: Array) -> str:
     if values[0] >= 0:
         return ""
     axis = root.T @ vectors[:, 0]
-    curvature = np.einsum("kij,i,j->k", dense(sites.precision, sites.structure), axis, axis)
+    curvature = np.einsum("kij,i,j->k", structure.unpack_precision(sites.precision, sites.structure), axis, axis)
     clients = [client_id for client_id, k in sites.where.items() if curvature[k] < 0.1 * curvature.min()]
-    return (
-        f"at {_at(sites.labels, point, _named(sites.labels, vectors[:, 0]))} the density curves upward, at "
-        f"{_who(clients)} the most: it has several modes, or {_sites.SHOOTS_UP}"
-    )
+    where = f"at {_at(sites.labels, point, vectors[:, 0])} the density curves upward, at {_who(clients)} the most"
+    return f"{where}: it has several modes, or {_sites.SHOOTS_UP}"
 
 
 def _axes(sites: Sites) -> tuple[Array, Array, Array]:
@@ -635,19 +580,8 @@ def _axes(sites: Sites) -> tuple[Array, Array, Array]:
     return values, vectors, root
 
 
-def _named(labels: tuple[str, ...], axis: Array) -> list[str]:
-    """Coordinates that an axis lies in."""
-    size = np.abs(axis)
-    return [labels[j] for j in np.flatnonzero(size > 0.3 * size.max())]
-
-
 def _who(clients: list[str]) -> str:
     return ALL if clients == [ALL] else f"clients {clients[:5]}"
-
-
-def _variable(label: str) -> str:
-    """The declared name of a coordinate's variable."""
-    return label.partition("[")[0].removesuffix(_LOG)
 
 
 def _spoken(label: str) -> str:
@@ -655,6 +589,9 @@ def _spoken(label: str) -> str:
     return f"log {as_declared(label)}" if _LOG in label else as_declared(label)
 
 
-def _at(labels: tuple[str, ...], point: Array, named: list[str]) -> str:
-    shown = ", ".join(f"{_spoken(name)} = {point[labels.index(name)]:.3g}" for name in named[:3])
-    return shown + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+def _at(labels: tuple[str, ...], point: Array, axis: Array) -> str:
+    """Where a point is, by the coordinates that an axis lies in."""
+    size = np.abs(axis)
+    places = np.flatnonzero(size > 0.3 * size.max())
+    shown = ", ".join(f"{_spoken(labels[j])} = {point[j]:.3g}" for j in places[:3])
+    return shown + (f" and {len(places) - 3} more" if len(places) > 3 else "")

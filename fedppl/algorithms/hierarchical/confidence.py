@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
-from fedppl.algorithms.averaging.fedavg import not_positive, tolerance_rule, weighted
+from fedppl.algorithms.averaging.fedavg import not_positive, report, tolerance_rule, weighted
 from fedppl.algorithms.ep.sites import say_if_large
 from fedppl.algorithms.one_shot.separate import near_posterior
 from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Moments, Received, Report, Target
@@ -17,7 +17,7 @@ from fedppl.gaussian import Gaussian
 from fedppl.local.advi import MeanField
 from fedppl.local.target import at_points, local_inference
 from fedppl.settings import between, described, flag, positive, shown
-from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng
 
 # Confidences τ_j of clients around a latent centre w, and the sums that give w ----------------------------------------
 
@@ -27,8 +27,7 @@ TERMS = ("uncertainty", "deviation")
 def terms_rule(terms: Any) -> tuple[str, ...]:
     """Check the keyword `terms`."""
     given = (terms,) if isinstance(terms, str) else tuple(terms) if isinstance(terms, tuple | list) else ()
-    words = all(isinstance(term, str) for term in given)
-    if not given or not words or set(given) - set(TERMS) or len(set(given)) < len(given):
+    if not given or any(term not in TERMS or given.count(term) > 1 for term in given):
         raise DeclarationError(f"terms={shown(terms)} must be one or both of {TERMS}.")
     return given
 
@@ -114,9 +113,9 @@ def Confidence(
               \tau_j = \frac{d}{\mathrm{tr}\,\Sigma_j + \lVert \mu_j - w \rVert^2}, \qquad
               w = \frac{\sum_j \tau_j \mu_j}{\sum_j \tau_j}
 
-    The shared variables of the declared model are each client's own copy w_j of the latent w. A client finds
-    q_j = N(μ_j, Σ_j), its variational posterior under N(w, I / τ_j) and its data, and replies τ_j μ_j and τ_j. With all
-    clients in every round this is coordinate ascent on the evidence lower bound (eq. 5).
+    The shared variables are each client's own copy w_j of the latent w. A client finds q_j = N(μ_j, Σ_j), its
+    variational posterior under N(w, I / τ_j) and its data, and replies τ_j μ_j and τ_j. With all clients in every round
+    this is coordinate ascent on the evidence lower bound (eq. 5).
 
     Parameters
     ----------
@@ -129,7 +128,7 @@ def Confidence(
         Standard deviation ρ_j = τ_j^(-1/2) with which clients start, on the unconstrained space.
     strength
         Strength ν of the pull of τ_j towards spread^-2, counted in coordinates: τ_j = (d + ν) / (tr Σ_j + ‖μ_j − w‖² +
-        ν spread²), the mode under an inverse-gamma prior of ρ_j². 0, as published, leaves it free.
+        ν spread²). 0, as published, leaves it free.
     prior
         Whether the declared prior of the shared variables is the prior of w. By default w has a flat one, as published.
     remember
@@ -168,8 +167,8 @@ def Confidence(
 
     *When this fails.* A client whose rows agree with w_j = w has no finite τ_j: its confidence grows without end, and w
     ends at the client with the *least* data. The fit then does not converge; give a ``strength`` of some coordinates,
-    or use `EP` with a declared prior for the spread. With few coordinates τ_j is a variance estimated from few numbers.
-    Mean-field variances are too small where coordinates are correlated.
+    or use `EP` with a declared prior for the spread. Mean-field variances are too small where coordinates are
+    correlated.
 
     References
     ----------
@@ -211,10 +210,8 @@ def Confidence(
 def _check(client: ClientView, *, settings: _Settings) -> None:
     settings.local.check(client)
     if settings.prior and not client.layout.prior_is_gaussian:
-        raise DeclarationError(
-            "prior=True needs a Gaussian prior of the shared variables. Declare pm.Normal or pm.MvNormal, or leave w "
-            "its flat prior by prior=False."
-        )
+        remedy = "Declare pm.Normal or pm.MvNormal, or leave w its flat prior by prior=False."
+        raise DeclarationError(f"prior=True needs a Gaussian prior of the shared variables. {remedy}")
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, settings: _Settings) -> ConfidenceState:
@@ -265,10 +262,8 @@ def _update_client(
     """Find q_j, and reply τ_j μ_j and τ_j."""
     w = np.asarray(message["w"], dtype=float)
     q, moments = _step(client, personal, w, rng, settings)
-    confidence = _confidence(q, w, settings)
-    info = {**moments.diagnostics, "confidence": confidence, "deviation": float(np.mean((q.mean - w) ** 2))}
-    if personal is None:
-        info["blank"] = 1.0
+    confidence, blank = _confidence(q, w, settings), {"blank": 1.0} if personal is None else {}
+    info = {**moments.diagnostics, "confidence": confidence, "deviation": float(np.mean((q.mean - w) ** 2)), **blank}
     return ClientUpdate(q, weighted(q.mean, confidence), info)
 
 
@@ -293,13 +288,12 @@ def _update_server(
     mean = weight / summed
     change = float(np.sqrt(np.mean((w - state.w) ** 2) * mean))
     steady = abs(mean - state.confidence) <= settings.tolerance * mean and change <= settings.tolerance
-    done = summed == len(state.where) and steady
-    moved = f"w moved by {change:.2g} of the clients' spread in the last round"
-    remedy = "raise rounds=, or strength= if the confidence of a client grows without end"
-    message = "" if done else f"{moved}; {remedy}"
-    status = Status.CONVERGED if done else Status.RUNNING
+    message = (
+        f"w moved by {change:.2g} of the clients' spread in the last round; raise rounds=, or strength= if the "
+        "confidence of a client grows without end"
+    )
     after = state._replace(w=w, ledger=ledger, confidence=mean)
-    return after, Report(ConfidenceInfo(change, mean), status, message)
+    return after, report(ConfidenceInfo(change, mean), summed == len(state.where) and steady, message)
 
 
 def _draw(

@@ -101,34 +101,30 @@ def HM1(
     The server's part costs of the order of (K d)³ operations, or K d³ + (q d)³ where Ω has q factors.
 
     Standard errors take Ω as known, and a client's likelihood for Gaussian, which draws of `Fit.client` do not: with 15
-    rows for 3 coefficients and an unknown noise they were a sixth too small, with 60 rows they agree with NUTS. An
-    unknown noise makes a client's likelihood of θ bend outwards far from its own estimate; there a fifth of the
-    curvature at a fixed noise is used, and diagnostic `raised` counts such directions. At the end there should be none.
+    rows for 3 coefficients and an unknown noise they were a sixth too small. There a client's likelihood of θ bends
+    outwards far from its own estimate, and a fifth of the curvature at a fixed noise is used; diagnostic `raised`
+    counts such directions. At the end there should be none.
 
     *When this fails.* A parameter that a client's data alone hardly identify, a variance of its effects for example,
     has a likelihood that is far from quadratic: clients then fail, or Ω grows; leave such parameters local or share
-    them by `EP`. The prior is not invariant to the basis: unit variance for coefficients of raw powers is another prior
-    than for those of orthogonal polynomials. Choose the basis, or the declared A, with care. Clients that did not take
-    part have no posterior: use `EP`.
+    them by `EP`. The prior is not invariant to the basis: choose the basis, or the declared A, with care. Clients that
+    did not take part have no posterior: use `EP`.
 
     References
     ----------
     .. [1] FedLin, section 3, eq. 2.
     """
     tolerance = settings.between("tolerance", tolerance, 0, 1, hint="it is in posterior sds")
-    if isinstance(report, str):
-        raise DeclarationError(f"report={report!r} must be a list of names: [{report!r}].")
-    if not isinstance(report, Sequence) or not all(isinstance(name, str) for name in report):
+    is_list = isinstance(report, Sequence) and not isinstance(report, str)
+    if not is_list or not all(isinstance(name, str) for name in report):
         raise DeclarationError(f'report={settings.shown(report)} must be a list of names, such as ["sigma"].')
     chosen = exchangeable() if structure is None else structure
     if not isinstance(chosen, Covariance):
-        raise DeclarationError(
-            f"structure={settings.shown(chosen)} must be one that is built, like fedppl.covariance.low_rank(2)."
-        )
+        raise DeclarationError(f"structure={settings.shown(chosen)} must be one that is built, like exchangeable().")
     inference = local_inference("local", local, NestedLaplace())
     if inference.expand is None:
         raise DeclarationError(
-            f"HM1 needs a local inference with expansions, and {inference.name} has none; use local=NestedLaplace()."
+            f"HM1 needs a local inference with expansions, as NestedLaplace(); {inference.name} has none."
         )
     return contracts.Algorithm[HM1State, None](
         name="HM1",
@@ -157,14 +153,10 @@ def _check(client: ClientView, *, local: LocalInference, report: tuple[str, ...]
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, structure: Covariance) -> HM1State:
     count, m = len(clients), layout.size
-    omega, mean = structure.start(count), np.zeros((count, m))
+    omega = structure.start(count)
     if (rank := int(structure.settings.get("rank", 0))) >= m:
-        raise DeclarationError(
-            f"{structure.describe()} needs more than {rank} coordinates of θ, and there are {m}; use a smaller rank, "
-            "or fedppl.covariance.exchangeable()."
-        )
-    # A factor describes a likelihood best near the client's own estimate, and Ω is first estimated from such factors.
-    weights = np.full(count, _ALONE)
+        needs = f"{structure.describe()} needs more than {rank} coordinates of θ, and there are {m}"
+        raise DeclarationError(f"{needs}; use a smaller rank, or fedppl.covariance.exchangeable().")
     return HM1State(
         where={client_id: k for k, client_id in enumerate(clients)},
         frame=frame_of(layout),
@@ -172,10 +164,11 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, structure: Cova
         precision=np.zeros((count, m, m)),
         has_replied=np.zeros(count, dtype=bool),
         omega=omega,
-        mean=mean,
+        mean=np.zeros((count, m)),
         covariance=np.broadcast_to(np.eye(m), (count, m, m)).copy(),
         pulls=np.zeros((count, m)),
-        weights=weights,
+        # A factor describes a likelihood best near the client's own estimate, and Ω is first estimated from such ones.
+        weights=np.full(count, _ALONE),
     )
 
 
@@ -232,15 +225,15 @@ def _update_server(
     linear, precision, has_replied = state.linear.copy(), state.precision.copy(), state.has_replied.copy()
     for client_id, reply in received.each.items():
         k = state.where[client_id]
-        linear[k] = reply["linear"]
+        linear[k], has_replied[k] = reply["linear"], True
         precision[k] = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
-        has_replied[k] = True
     try:
         with np.errstate(over="ignore", invalid="ignore"):
             omega, coupled = estimate(linear, precision, state.omega, structure, tolerance=1e-3 * tolerance)
+        is_finite = all(np.all(np.isfinite(value)) for value in (*coupled, omega.matrix))
     except np.linalg.LinAlgError:
-        return state, _STALLED
-    if not all(np.all(np.isfinite(value)) for value in (*coupled, omega.matrix)):
+        is_finite = False
+    if not is_finite:
         return state, _STALLED
     sd = np.sqrt(np.diagonal(coupled.covariance, axis1=1, axis2=2))
     change = float(np.max(np.abs(coupled.mean - state.mean) / sd))
@@ -250,25 +243,13 @@ def _update_server(
     message = _overfitted(omega, precision, structure)
     if not done:
         message = f"θ moved by {change:.2g} sd and Ω by {change_omega:.2g} in the last round; raise rounds="
-    state = state._replace(
-        linear=linear,
-        precision=precision,
-        has_replied=has_replied,
-        omega=omega,
-        mean=coupled.mean,
-        covariance=coupled.covariance,
-        pulls=pulls,
-        weights=weights,
-    )
-    status = Status.CONVERGED if done else Status.RUNNING
-    return state, Report(HM1Info(change, change_omega), status, message)
+    mean, covariance, _ = coupled
+    after = HM1State(state.where, state.frame, linear, precision, has_replied, omega, mean, covariance, pulls, weights)
+    return after, Report(HM1Info(change, change_omega), Status.CONVERGED if done else Status.RUNNING, message)
 
 
 def _overfitted(omega: Omega, precision: Array, structure: Covariance) -> str:
-    """A warning where factors have taken up nearly all variance, so that δ is all but zero.
-
-    δ is compared with the mean variance, and with that of θ given a client's rows, however far θ is from its prior.
-    """
+    """A warning where δ is all but zero next to the mean variance, or that of θ given a client's rows."""
     if "rank" not in structure.settings:  # an exchangeable Ω has one direction, which no data choose
         return ""
     mean = float(np.trace(omega.matrix)) / len(omega.matrix)
@@ -276,18 +257,16 @@ def _overfitted(omega: Omega, precision: Array, structure: Covariance) -> str:
     if omega.remainder > _REMAINDER * mean and omega.remainder > _UNRESOLVED * given_rows:
         return ""
     return (
-        f"standard errors may be far too small: {structure.describe()} leaves clients a variance of "
-        f"{omega.remainder:.2g} of their own, {omega.remainder / mean:.1g} of the mean, so that its factors may have "
-        "fitted noise. Use HM1(structure=fedppl.covariance.exchangeable()), or compare ranks by "
-        "fedppl.search.validation_loss"
+        f"standard errors may be far too small: {structure.describe()} leaves clients {omega.remainder / mean:.1g} of "
+        "the mean variance, and may have fitted noise. Use HM1(structure=fedppl.covariance.exchangeable())"
     )
 
 
 _STALLED = Report(
     HM1Info(np.inf, np.inf),
     Status.STALLED,
-    "Ω grew without bound; look at the clients' replies in `rounds`, scale the data so that parameters are of the size "
-    "of their prior, or choose a structure with fewer parameters, such as exchangeable",
+    "Ω grew without bound; scale the data so that parameters are of the size of their prior, or choose "
+    "structure=fedppl.covariance.exchangeable()",
 )
 
 
@@ -346,10 +325,7 @@ def _dense(linear: Array, precision: Array, omega: Array) -> Coupled:
 
 
 def _low_rank(linear: Array, precision: Array, omega: Omega) -> Coupled:
-    """By the common factors: θ_k = Z u_k + e_k, Z (d, q) standard normal, e_k ~ N(0, δ I).
-
-    Given Z the clients are independent: only K matrices of size d and one of size q d are inverted.
-    """
+    """By common factors: θ_k = Z u_k + e_k, Z (d, q) standard normal, e_k ~ N(0, δ I); independent given Z."""
     count, size = linear.shape
     delta, U = omega.remainder, omega.factor
     given = np.linalg.inv(precision + np.eye(size) / delta)  # covariances of θ_k given Z

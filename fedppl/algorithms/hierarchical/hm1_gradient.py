@@ -16,15 +16,16 @@ from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging.fedavg import (
     KeptLocal,
     LocalClientState,
-    draw_point,
-    fitting_local,
-    kept_local,
+    descended,
+    draw,
+    local_mode_at,
     not_positive,
+    report,
 )
-from fedppl.contracts import ClientUpdate, ClientView, Draws, Expansion, LocalInference, Received, Report
+from fedppl.contracts import ClientUpdate, ClientView, Expansion, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
-from fedppl.local.gradient_steps import Descent, Objective, check_batches, checked, descend
-from fedppl.local.target import at_points, local_mode
+from fedppl.local.gradient_steps import Descent, Objective, check_batches, checked
+from fedppl.local.target import at_points
 from fedppl.numerics.pairs import difference_hessian
 from fedppl.settings import between, described, one_of, positive
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng, Status
@@ -64,15 +65,14 @@ def HM1Gradient(
               \theta_k &\leftarrow \theta_k - 2\eta \sum_i \theta_i \Omega^{-1}_{ik} \\
               \Omega &\leftarrow (1 - \alpha)\, \Omega + \alpha\, \Theta^\top \Theta / d
 
-    With a declared noise of 1 and a standard normal prior these are the paper's lines, since
-    :math:`\partial \log p = X^\top (y - X\theta)`. Everybody's θ_i in the shrinkage is that of the round's start. A
-    declared prior N(μ₀, s² I) shifts θ by μ₀ and lets Ω start at s² I.
+    With a declared noise of 1 and a standard normal prior these are the paper's lines. A declared prior N(μ₀, s² I)
+    shifts θ by μ₀ and lets Ω start at s² I.
 
     Parameters
     ----------
     learning_rate
         Learning rate η for the *summed* −2 log p with ``prior_step="explicit"``, for the mean over a client's rows with
-        "proximal". Local variables of the declaration take the same steps and stay at the client.
+        "proximal". Local variables take the same steps and stay at the client.
     steps
         Number T of local gradient steps a round.
     batch_size
@@ -99,10 +99,9 @@ def HM1Gradient(
 
     Notes
     -----
-    *When this fails.* Often, with ``prior_step="explicit"``. There is one shrinkage step for T data steps, and σ² is in
-    neither, so that the fixed point is no posterior mode: it shrinks too much where noise is small. The shrinkage is
-    stable only while η is below the smallest eigenvalue of Ω, which goes to zero like (1 − α)^C when K is larger than
-    d. `HM1` has neither problem. A run that diverges ends as "stalled" and says which setting to change.
+    *When this fails.* Often, with ``prior_step="explicit"``. There is one shrinkage step for T data steps, so that the
+    fixed point shrinks too much where noise is small. The shrinkage is stable only while η is below the smallest
+    eigenvalue of Ω, which goes to zero when K is larger than d. `HM1` has neither problem.
 
     References
     ----------
@@ -123,7 +122,7 @@ def HM1Gradient(
         replies=contracts.Replies(
             lambda state: {"theta": state.center.shape, "step": ()}, lambda state, reply: not_positive(reply, "step")
         ),
-        result=contracts.Result(_final_message, _draw, details=_details),
+        result=contracts.Result(_final_message, functools.partial(draw, name="theta"), details=_details),
         needs=contracts.Needs(functools.partial(_check, descent=descent)),
         disclosure=contracts.Disclosure(functools.partial(at_points, name="theta")),
     )
@@ -139,20 +138,16 @@ def _start(layout: Layout) -> tuple[Array, float]:
     frame = frame_of(layout)
     variance = float(frame.root[0, 0] ** 2)
     if not np.allclose(frame.root, frame.root[0, 0] * np.eye(layout.size), rtol=1e-9, atol=1e-12):
-        raise DeclarationError(
-            "Algorithm 1 needs shared variables with one sd and without correlation, as pm.Normal(0, 1) has. Declare "
-            "them so and scale the predictors instead, or use fedppl.HM1()."
-        )
+        needs = "Algorithm 1 needs shared variables with one sd and without correlation"
+        raise DeclarationError(f"{needs}: declare pm.Normal(0, 1) and scale predictors, or use fedppl.HM1().")
     return frame.center, variance
 
 
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> HM1GradientState:
-    count = len(clients)
     center, variance = _start(layout)
     where = {client_id: k for k, client_id in enumerate(clients)}
-    theta = np.tile(center, (count, 1))
-    omega = variance * np.eye(count)
-    return HM1GradientState(where, center, theta, omega, np.zeros_like(theta))
+    theta = np.tile(center, (len(clients), 1))
+    return HM1GradientState(where, center, theta, variance * np.eye(len(clients)), np.zeros_like(theta))
 
 
 def _broadcast(state: HM1GradientState, client_id: str) -> Message:
@@ -166,15 +161,13 @@ def _update_client(
 ) -> ClientUpdate[LocalClientState]:
     """T data steps, then the shrinkage."""
     theta, pull = (np.asarray(message[name], dtype=float) for name in ("theta", "pull"))
-    local, info = kept_local(client, personal and personal.local)
     m, rows = len(theta), client.rows
     share = min(descent.batch_size or rows, rows) / rows  # a batch's gradient comes weighted by its inverse
-    scale = 2.0 * share if explicit else 2.0 / rows
-    objective = Objective(scale, np.zeros((m, m)), np.zeros(m))
-    x = descend(client, np.concatenate([theta, local]), objective, descent, rng)
-    moved = x[:m] - 2.0 * descent.learning_rate * pull
+    objective = Objective(2.0 * share if explicit else 2.0 / rows, np.zeros((m, m)), np.zeros(m))
+    after, kept, _, info = descended(client, personal and personal.local, theta, objective, descent, rng)
     step = descent.learning_rate * descent.steps / rows  # S_kk
-    return ClientUpdate(LocalClientState(x[m:]), {"theta": moved, "step": np.array(step)}, info)
+    reply = {"theta": after - 2.0 * descent.learning_rate * pull, "step": np.array(step)}
+    return ClientUpdate(kept, reply, info)
 
 
 def _update_server(
@@ -196,20 +189,13 @@ def _update_server(
     theta = state.center + eta
     pulls = np.linalg.solve(omega, eta) if explicit else np.zeros_like(eta)
     change = float(np.max(np.abs(theta - state.theta)))
-    done = change < tolerance
-    message = "" if done else f"θ moved by {change:.2g} in the last round; raise rounds="
-    status = Status.CONVERGED if done else Status.RUNNING
+    message = f"θ moved by {change:.2g} in the last round; raise rounds="
     info = HM1GradientInfo(change, float(np.linalg.eigvalsh(omega)[0]))
-    return state._replace(theta=theta, omega=omega, pulls=pulls), Report(info, status, message)
+    return state._replace(theta=theta, omega=omega, pulls=pulls), report(info, change < tolerance, message)
 
 
 def _final_message(state: HM1GradientState, client_id: str) -> Message:
     return {"theta": state.theta[row_of(state.where, client_id)]}
-
-
-def _draw(client: ClientView, personal: KeptLocal, message: Message, draws: int, chains: int, rng: Rng) -> Draws:
-    theta = np.asarray(message["theta"], dtype=float)
-    return draw_point(client, theta, fitting_local(client, personal and personal.local), draws, chains)
 
 
 def _details(state: HM1GradientState) -> contracts.Details:
@@ -237,10 +223,8 @@ class Frame(NamedTuple):
 def frame_of(layout: Layout) -> Frame:
     """Read the frame off the declared prior, which must be Gaussian."""
     if not layout.prior_is_gaussian:
-        raise DeclarationError(
-            f"the prior of {[v.name for v in layout.variables]} is not Gaussian on the unconstrained space, and HM1 "
-            "couples clients by a matrix normal prior. Declare pm.Normal, pm.MvNormal or pm.LogNormal."
-        )
+        names = [variable.name for variable in layout.variables]
+        raise DeclarationError(f"the prior of {names} is not Gaussian on the unconstrained space: declare pm.Normal.")
     root = np.linalg.cholesky(gaussian.covariance(layout.prior)).astype(np.float64)
     return Frame(gaussian.mean(layout.prior), root)
 
@@ -248,10 +232,7 @@ def frame_of(layout: Layout) -> Frame:
 def row_of(where: Mapping[str, int], client_id: str) -> int:
     """The place of a client that took part; others have no parameters."""
     if client_id not in where:
-        raise DeclarationError(
-            f"client {client_id!r} did not take part, and HM1 has no parameters of it; fit again with it, or use "
-            "fedppl.EP() with a hierarchical prior."
-        )
+        raise DeclarationError(f"client {client_id!r} did not take part; fit HM1 again with it, or use fedppl.EP().")
     return where[client_id]
 
 
@@ -264,8 +245,11 @@ def mode_given(
     """
     assert local.expand is not None
     frame = frame_of(client.layout)
-    eta = start
-    expansion = local.expand(client, frame.center + frame.root @ eta, 0.0)
+
+    def height(expansion: Expansion, eta: Array) -> float:
+        return expansion.value + float(pull @ eta) - 0.5 * weight * float(eta @ eta)
+
+    eta, expansion = start, local.expand(client, frame.center + frame.root @ start, 0.0)
     for taken in itertools.count():
         gradient = frame.root.T @ expansion.gradient
         curvature = -frame.root.T @ expansion.hessian @ frame.root
@@ -278,41 +262,33 @@ def mode_given(
             break
         if taken == limit:
             raise LocalFailure(f"{limit} Newton steps did not reach the mode; are the data enough for the model?")
-        here = expansion.value + float(pull @ eta) - 0.5 * weight * float(eta @ eta)
-        length = 1.0
+        here, length = height(expansion, eta), 1.0
         while length > 1e-8:
             trial = eta + length * step
             there = _attempt(client, local, frame.center + frame.root @ trial)
-            if there is not None:
-                gain = there.value + float(pull @ trial) - 0.5 * weight * float(trial @ trial) - here
-                if gain >= 1e-4 * length * decrement - 1e-10 * (1.0 + abs(here)):
-                    break
+            slack = 1e-4 * length * decrement - 1e-10 * (1.0 + abs(here))
+            if there is not None and height(there, trial) - here >= slack:
+                eta, expansion = trial, there
+                break
             length /= 2
         else:
             if decrement < 1e-6:
                 break
             raise LocalFailure(f"no step improves the client's posterior (Newton decrement {decrement:.3g})")
-        assert there is not None
-        eta, expansion = trial, there
     phi = frame.center + frame.root @ eta
-    given_local = frame.root.T @ _curvature_given_local(client, phi) @ frame.root
+    # Curvature at local variables that are fixed at their mode.
+    x, m = np.concatenate([phi, local_mode_at(client, phi)]), len(phi)
+    fixed = -difference_hessian(client.kernel, x, np.full(len(x), 0.1), client.packed)[:m, :m]
+    given_local = frame.root.T @ fixed @ frame.root
     precision, raised = _no_less_than(curvature, given_local)
     info = {"newton_steps": float(taken), "raised": float(raised)}
     return gradient + precision @ eta, precision, phi, info
 
 
-def _curvature_given_local(client: ClientView, phi: Array) -> Array:
-    """−∂² log p(y, θ | φ) / ∂φ² at φ and the mode of the local variables θ there, which are fixed."""
-    x = np.concatenate([phi, _mode_there(client, phi)])
-    m = len(phi)
-    return np.asarray(-difference_hessian(client.kernel, x, np.full(len(x), 0.1), client.packed)[:m, :m])
-
-
 def _no_less_than(curvature: Array, reference: Array) -> tuple[Array, int]:
     """Raise curvature to at least `_LEAST` of the reference in every direction, and count the raised ones.
 
-    An unknown noise gives tails like those of Student's t, which bend outwards away from the client's own estimate. A
-    factor without positive curvature would pull without end.
+    An unknown noise gives a likelihood that bends outwards, and a factor without positive curvature pulls without end.
     """
     values, axes = np.linalg.eigh(reference)
     scale = float(np.abs(values).max())
@@ -323,13 +299,6 @@ def _no_less_than(curvature: Array, reference: Array) -> tuple[Array, int]:
     root = root @ directions
     precision = (root * np.maximum(relative, _LEAST)) @ root.T
     return (precision + precision.T) / 2, int(np.sum(relative < _LEAST))
-
-
-def _mode_there(client: ClientView, phi: Array) -> Array:
-    arrived, theta = local_mode(client, phi)
-    if not arrived:
-        raise LocalFailure("no mode of the local variables was found")
-    return theta
 
 
 def _attempt(client: ClientView, local: LocalInference, phi: Array) -> Expansion | None:
@@ -344,7 +313,7 @@ def _attempt(client: ClientView, local: LocalInference, phi: Array) -> Expansion
 
 def reported(client: ClientView, names: tuple[str, ...], phi: Array, theta: Array | None) -> dict[str, float]:
     """Scalar local variables and deterministics by name, at φ and at the mode of θ there."""
-    at = _mode_there(client, phi) if theta is None else theta
+    at = local_mode_at(client, phi) if theta is None else theta
     values = client.constrain(phi[None], at[None])
     for name in names:
         if name not in values or np.size(values[name]) != 1:

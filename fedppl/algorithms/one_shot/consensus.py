@@ -9,15 +9,17 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
+from fedppl.algorithms.averaging.fedavg import report
 from fedppl.algorithms.ep.sites import indefinite
-from fedppl.algorithms.one_shot.separate import alone, near_posterior
+from fedppl.algorithms.one_shot.separate import Heard, alone, near_posterior
 from fedppl.contracts import ClientUpdate, ClientView, Draws, LocalInference, Received, Report
+from fedppl.contracts.algorithm import sum_replies
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, local_inference, pack_target, unpack_target
 from fedppl.numerics.importance import skewness
 from fedppl.settings import described, whole
-from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng, Status
+from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng
 
 
 class ConsensusState(NamedTuple):
@@ -37,12 +39,6 @@ class ConsensusState(NamedTuple):
         if not self.included:
             return np.zeros((0, self.weighted.shape[1]))
         return np.asarray(np.linalg.solve(gaussian.unpack_triangle(self.weight), self.weighted.T).T)
-
-
-class ConsensusInfo(NamedTuple):
-    """Diagnostics of this round."""
-
-    heard: float  # clients in the sums so far
 
 
 class ConsensusClientState(NamedTuple):
@@ -68,10 +64,8 @@ def ConsensusMonteCarlo(
     .. math:: \phi_s = \Big(\sum_k W_k\Big)^{-1} \sum_k W_k\, \phi_{k,s}, \qquad
               \phi_{k,s} \sim f_k(\phi)\, p(\phi)^{1/K}, \qquad W_k = \widehat{\mathrm{Cov}}(\phi_{k,\cdot})^{-1}
 
-    Exact up to Monte Carlo error where every f_k is Gaussian. The server reads each reply, since a client counts once,
-    and keeps their sums only. Draws of clients are independent, so that the φ_s have covariance (Σ W_k)⁻¹:
-    ``fit.posterior`` has it, with the draws' mean. The φ_s are ``fit.state.draws``, and their skewness is
-    ``fit.idata["fit"]["skewness"]``.
+    Exact up to Monte Carlo error where every f_k is Gaussian. The server keeps sums only. The φ_s, with covariance
+    (Σ W_k)⁻¹ as ``fit.posterior``, are ``fit.state.draws``, and their skewness ``fit.idata["fit"]["skewness"]``.
 
     Parameters
     ----------
@@ -95,8 +89,8 @@ def ConsensusMonteCarlo(
     has p(φ)^(1/K) in the place of each; the combined draws lack it.
 
     *When this fails.* An average of draws is a draw of the product only for Gaussians: skewed or bounded posteriors of
-    single clients (a scale τ, a rare event) are averaged to something too symmetric and in the wrong place, and modes
-    are averaged away. Clients with few rows leave p(φ)^(1/K) alone, which may be very wide. Compare with `EP`.
+    single clients (as of a scale τ) are averaged to something too symmetric and in the wrong place. Clients with
+    few rows leave p(φ)^(1/K) alone, which may be very wide. Compare with `EP`.
 
     References
     ----------
@@ -117,7 +111,7 @@ def ConsensusMonteCarlo(
             _final_message,
             functools.partial(_draw, settings=settings),
             contracts.Posterior(_posterior),
-            lambda state: {"skewness": (("rows",), _skewness(state.draws))},
+            _details,
             tests_convergence=True,
         ),
         needs=contracts.Needs(settings.local.check),
@@ -144,23 +138,20 @@ def _update_client(
     client: ClientView, personal: _Kept, message: Message, rng: Rng, *, settings: _Settings
 ) -> ClientUpdate[ConsensusClientState]:
     """Weighted draws of the client's posterior under its part of the prior, ready to be added up."""
-    info: Mapping[str, float] = {}
-    if personal is None or personal.weighted.shape != (settings.draws, client.shared_size):
-        personal, info = _drawn(client, message, rng, settings)
-    reply = {"weighted": personal.weighted, "weight": personal.weight, "count": np.array(1.0)}
-    return ClientUpdate(personal, reply, info)
+    kept, info = _drawn(client, personal, message, rng, settings)
+    reply = {"weighted": kept.weighted, "weight": kept.weight, "count": np.array(1.0)}
+    return ClientUpdate(kept, reply, info)
 
 
 def _drawn(
-    client: ClientView, message: Message, rng: Rng, settings: _Settings
+    client: ClientView, personal: _Kept, message: Message, rng: Rng, settings: _Settings
 ) -> tuple[ConsensusClientState, Mapping[str, float]]:
-    """Weighted draws with their precision, and the diagnostics of the local inference."""
+    """The reply that the client has, or else new draws, with the diagnostics of the local inference."""
+    if personal is not None and personal.weighted.shape == (settings.draws, client.shared_size):
+        return personal, {}
     target = near_posterior(unpack_target(client, message), settings.local)
     sample = settings.local.draw(target, settings.draws, 1, rng)
-    try:
-        weight = precision_from_draws(sample.shared[0])
-    except ValueError as error:
-        raise LocalFailure("its draws are constant, collinear or not finite; raise draws=") from error
+    weight = precision_from_draws(sample.shared[0])
     return ConsensusClientState(sample.shared[0] @ weight, gaussian.pack_triangle(weight)), sample.diagnostics
 
 
@@ -177,21 +168,17 @@ def _update_server(state: ConsensusState, received: Received) -> tuple[Consensus
     """Add the replies of clients that have not replied before, in the order of their ids, so that digits are equal."""
     new = [name for name in sorted(received.each) if name not in state.replied]
     if not new:
-        return state, Report(ConsensusInfo(state.included))
-    count, weighted, weight = (
-        np.sum([received.each[client_id][name] for client_id in new], axis=0)
-        for name in ("count", "weighted", "weight")
-    )
-    included, expected = state.included + float(count), len(state.clients)
-    done = included >= expected
-    state = state._replace(
+        return state, Report(Heard(state.included))
+    total = sum_replies({client_id: received.each[client_id] for client_id in new})
+    included, expected = state.included + float(total["count"]), len(state.clients)
+    after = state._replace(
         replied=tuple(sorted((*state.replied, *new))),
         included=included,
-        weighted=state.weighted + weighted,
-        weight=state.weight + weight,
+        weighted=state.weighted + total["weighted"],
+        weight=state.weight + total["weight"],
     )
-    message = "" if done else f"the draws are of {included:g} of {expected} clients; raise rounds="
-    return state, Report(ConsensusInfo(included), Status.CONVERGED if done else Status.RUNNING, message)
+    message = f"the draws are of {included:g} of {expected} clients; raise rounds="
+    return after, report(Heard(included), included >= expected, message)
 
 
 def _posterior(state: ConsensusState) -> Gaussian:
@@ -200,9 +187,10 @@ def _posterior(state: ConsensusState) -> Gaussian:
     return gaussian.product(gaussian.power(state.prior, max(0.0, 1.0 - state.included / len(state.clients))), combined)
 
 
-def _skewness(draws: Array) -> Array:
-    count = len(draws)
-    return skewness(draws, np.full(count, 1.0 / count)) if count else np.zeros(draws.shape[1])
+def _details(state: ConsensusState) -> contracts.Details:
+    draws, count = state.draws, len(state.draws)
+    of_draws = skewness(draws, np.full(count, 1.0 / count)) if count else np.zeros(draws.shape[1])
+    return {"skewness": (("rows",), of_draws)}
 
 
 def _final_message(state: ConsensusState, client_id: str) -> Message:
@@ -223,9 +211,8 @@ def _draw(
     q, part = target.global_, target.cavity
     cavity = q
     if float(message["took_part"]):
-        if personal is None or personal.weighted.shape != (settings.draws, client.shared_size):
-            personal, _ = _drawn(client, pack_target(part, part, target.prior_share), rng, settings)
-        reply = Gaussian(personal.weighted.mean(axis=0), gaussian.unpack_triangle(personal.weight))
+        kept, _ = _drawn(client, personal, pack_target(part, part, target.prior_share), rng, settings)
+        reply = Gaussian(kept.weighted.mean(axis=0), gaussian.unpack_triangle(kept.weight))
         cavity = gaussian.product(gaussian.quotient(q, reply), part)
     return settings.local.draw(target._replace(cavity=cavity), draws, chains, rng)
 
@@ -237,36 +224,25 @@ def precision_from_draws(draws: Array) -> Array:
     """Estimate a precision from draws (n, m) by (n − m − 2) S⁻¹ with the scatter S = Σ (xᵢ − x̄)(xᵢ − x̄)ᵀ.
 
     Unbiased for independent Gaussian draws, since S is Wishart with n − 1 degrees of freedom. Correlated draws (MCMC)
-    count for fewer than n, the estimate is then too large: thin them first. Raises ``ValueError`` if n <= m + 2, or if
-    the draws are not finite, constant in a coordinate or collinear.
+    count for fewer than n, and the estimate is too large: thin them first. Raises `LocalFailure` if n <= m + 2, or
+    where draws are not finite, constant in a coordinate or collinear.
 
     >>> precision_from_draws(np.array([[-1.0], [0.0], [0.0], [1.0]]))
     array([[0.5]])
     """
-    values = np.asarray(draws, dtype=np.float64)
-    if values.ndim != 2 or values.shape[1] == 0:
-        raise ValueError(f"draws of shape {values.shape} must be a matrix (n, m): pass one row per draw")
-    if not np.isfinite(values).all():
-        row, column = (int(i) for i in np.argwhere(~np.isfinite(values))[0])
-        raise ValueError(f"draws[{row}, {column}] is {values[row, column]} and must be finite: drop diverged draws")
-    n, size = values.shape
-    if n <= size + 2:
-        raise ValueError(
-            f"{n} draws of {size} coordinates give no unbiased precision: the draws must exceed m + 2 = "
-            f"{size + 2}; draw more or use a diagonal structure"
-        )
-    # Starting from the first draw makes a constant coordinate exactly zero instead of rounding noise.
-    centred = values - values[0]
-    centred = centred - centred.mean(axis=0)
-    spread = np.sqrt(np.square(centred).sum(axis=0))
-    if not spread.all():
-        raise ValueError(f"coordinate {int(np.argmin(spread))} of the draws has scatter 0 and must vary: drop it")
-    _, singular, right = np.linalg.svd(centred / spread, full_matrices=False)  # S itself would square the condition
-    if singular[-1] <= n * float(np.finfo(np.float64).eps) * singular[0]:
-        raise ValueError(
-            f"the draws are collinear (singular values {singular[0]:.6g} to {singular[-1]:.6g}) and must "
-            f"span {size} dimensions: drop coordinates that are functions of others"
-        )
+    n, size = draws.shape
+    usable = n > size + 2 and bool(np.isfinite(draws).all())
+    if usable:
+        # Starting from the first draw makes a constant coordinate exactly zero instead of rounding noise.
+        centred = draws - draws[0]
+        centred = centred - centred.mean(axis=0)
+        spread = np.sqrt(np.square(centred).sum(axis=0))
+        usable = bool(spread.all())
+    if usable:
+        _, singular, right = np.linalg.svd(centred / spread, full_matrices=False)  # S would square the condition
+        usable = bool(singular[-1] > n * np.finfo(np.float64).eps * singular[0])
+    if not usable:
+        raise LocalFailure("its draws are too few, constant, collinear or not finite; raise draws=")
     root = (right / singular[:, None] / spread).T
     inverse = root @ root.T
     return np.asarray((n - size - 2) * 0.5 * (inverse + inverse.T))

@@ -9,14 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import contracts, gaussian, structure
+from fedppl.algorithms.averaging.fedavg import report
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep.sites import Sites
-from fedppl.algorithms.one_shot.separate import alone, near_posterior
+from fedppl.algorithms.ep.sites import Sites, indefinite
+from fedppl.algorithms.one_shot.separate import Heard, alone, near_posterior
 from fedppl.contracts import ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, local_inference, unpack_target
-from fedppl.types import Layout, Message, Rng, Status
+from fedppl.types import Layout, Message, Rng
 
 
 class PrecisionWeightedState(NamedTuple):
@@ -25,12 +26,6 @@ class PrecisionWeightedState(NamedTuple):
     sites: Sites  # client's reply / p(φ)^(1/K); zero for a client that has not replied yet
     has_replied: NDArray[np.bool_]  # (K,)
     prior_share: float
-
-
-class PrecisionWeightedInfo(NamedTuple):
-    """Diagnostics of this round."""
-
-    heard: int  # clients that have answered so far
 
 
 def PrecisionWeighted(*, local: LocalInference | None = None) -> contracts.Algorithm[PrecisionWeightedState, None]:
@@ -58,8 +53,7 @@ def PrecisionWeighted(*, local: LocalInference | None = None) -> contracts.Algor
 
     *When this fails.* A client with few data has a wide posterior, often skewed and far from the joint one, and a
     Gaussian matched there is wrong where the joint posterior lies: so with scale parameters (τ) of small clients.
-    `EP` matches it in the right place. With a prior that is not Gaussian its K-th root may be far from its Gaussian
-    part.
+    `EP` matches it in the right place.
 
     References
     ----------
@@ -116,7 +110,7 @@ def _natural(reply: Message) -> Gaussian:
 def _reject(state: PrecisionWeightedState, reply: Message) -> str | None:
     """A posterior has a positive definite precision."""
     posterior = _natural(reply)
-    return None if gaussian.is_proper(posterior) else _sites.indefinite("precision", posterior.precision)
+    return None if gaussian.is_proper(posterior) else indefinite("precision", posterior.precision)
 
 
 def _update_server(state: PrecisionWeightedState, received: Received) -> tuple[PrecisionWeightedState, Report]:
@@ -129,10 +123,9 @@ def _update_server(state: PrecisionWeightedState, received: Received) -> tuple[P
             site = gaussian.quotient(_natural(reply), part)
             linear[k], precision[k] = site.linear, _sites.in_structure(site.precision, sites.structure)
             has_replied[k] = True
-    done, count = bool(np.all(has_replied)), int(np.sum(has_replied))
+    count = int(np.sum(has_replied))
     if np.array_equal(has_replied, state.has_replied):
-        return state, Report(PrecisionWeightedInfo(count))
-    message = "" if done else f"q has the data of {count} of {len(has_replied)} clients; raise rounds="
-    status = Status.CONVERGED if done else Status.RUNNING
-    state = state._replace(sites=_sites.update(sites, linear, precision), has_replied=has_replied)
-    return state, Report(PrecisionWeightedInfo(count), status, message)
+        return state, Report(Heard(count))
+    message = f"q has the data of {count} of {len(has_replied)} clients; raise rounds="
+    after = state._replace(sites=_sites.update(sites, linear, precision), has_replied=has_replied)
+    return after, report(Heard(count), bool(np.all(has_replied)), message)

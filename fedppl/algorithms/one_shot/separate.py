@@ -17,6 +17,7 @@ from fedppl.algorithms.averaging.fedavg import (
     fitting_point,
     negative,
     relative_change,
+    report,
     tolerance_rule,
 )
 from fedppl.algorithms.ep import sites as _sites
@@ -27,7 +28,7 @@ from fedppl.local.gradient_steps import Descent, check_batches, checked, descend
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, local_inference, pack_target, unpack_target
 from fedppl.settings import described
-from fedppl.types import Array, Layout, LocalFailure, Message, Rng, Status
+from fedppl.types import Array, Layout, LocalFailure, Message, Rng
 
 _NEWTON_STEPS = 50
 
@@ -41,10 +42,10 @@ class SeparateState(NamedTuple):
     has_replied: NDArray[np.bool_]  # (K,)
 
 
-class SeparateInfo(NamedTuple):
+class Heard(NamedTuple):
     """Diagnostics of this round."""
 
-    heard: int  # clients that have answered so far
+    heard: float  # clients that have answered so far
 
 
 def Separate(*, local: LocalInference | None = None) -> contracts.Algorithm[SeparateState, None]:
@@ -143,10 +144,9 @@ def _update_client(
 def _update_server(state: SeparateState, received: Received) -> tuple[SeparateState, Report]:
     has_replied = state.has_replied.copy()
     has_replied[[state.where[client_id] for client_id in received.each]] = True
-    done, count = bool(np.all(has_replied)), int(np.sum(has_replied))
-    message = "" if done else f"{count} of {len(has_replied)} clients have answered; raise rounds="
-    status = Status.CONVERGED if done else Status.RUNNING
-    return state._replace(has_replied=has_replied), Report(SeparateInfo(count), status, message)
+    count = int(np.sum(has_replied))
+    message = f"{count} of {len(has_replied)} clients have answered; raise rounds="
+    return state._replace(has_replied=has_replied), report(Heard(count), bool(np.all(has_replied)), message)
 
 
 def _draw(
@@ -255,8 +255,8 @@ def _sgd_update_client(
     last = fitting_point(client, personal and personal.point)
     before = _first_point(client) if last is None else last
     after = descend(client, before, client_loss(client, 1.0), descent, rng)
-    reply = {"change": np.array(relative_change(before, after))}
-    return ClientUpdate(SeparateSGDClientState(after), reply, {} if last is not None else {"blank": 1.0})
+    info = {"blank": 1.0} if last is None else {}
+    return ClientUpdate(SeparateSGDClientState(after), {"change": np.array(relative_change(before, after))}, info)
 
 
 def _first_point(client: ClientView) -> Array:
@@ -269,13 +269,12 @@ def _sgd_update(state: SeparateSGDState, received: Received, *, tolerance: float
     changes = state.changes.copy()
     for client_id, reply in received.each.items():
         changes[state.where[client_id]] = float(reply["change"])
-    done, largest = bool(np.all(changes < tolerance)), float(changes.max())
-    message = "" if done else "some clients have not replied yet; raise rounds="
-    if not done and np.isfinite(largest):
+    message = "some clients have not replied yet; raise rounds="
+    if np.isfinite(largest := float(changes.max())):
         message = f"a client moved by {largest:.2g} in its last round; raise rounds= or steps="
     info = SeparateSGDInfo(max(float(reply["change"]) for reply in received.each.values()))
-    status = Status.CONVERGED if done else Status.RUNNING
-    return state._replace(changes=changes, rounds=state.rounds + 1), Report(info, status, message)
+    after = state._replace(changes=changes, rounds=state.rounds + 1)
+    return after, report(info, bool(np.all(changes < tolerance)), message)
 
 
 def _sgd_draw(

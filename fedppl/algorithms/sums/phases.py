@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import student_t, surrogate
 from fedppl.numerics.coordinates import Coordinates, declared, log_slope, to_phi
-from fedppl.numerics.importance import jackknife, normalise, weighted_moments
+from fedppl.numerics.importance import jackknife, normalise, second_derivatives, weighted_moments
 from fedppl.numerics.proposals import Proposal
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.surrogate import Drawn, Surrogate
@@ -29,13 +29,10 @@ _FAR = 20.0  # log units below the highest value, and one for each coordinate, f
 
 
 class Estimate(NamedTuple):
-    """First and second moments (2 M,) of the posterior in fixed units, and without each scramble, (scrambles, 2 M).
+    """First and second moments of the posterior on all scales in fixed units, and without each scramble."""
 
-    They are on all scales: of the m coordinates, and then on the scales that variables are declared on.
-    """
-
-    moments: Array
-    without: Array
+    moments: Array  # (2 M,)
+    without: Array  # (scrambles, 2 M)
     points: float  # effective ones
 
 
@@ -143,13 +140,6 @@ class Weighed(NamedTuple):
     trusted: bool
 
 
-class Judged(NamedTuple):
-    """The outcome of a stage."""
-
-    phase: Weighing | Weighed
-    message: str = ""
-
-
 class Effort(NamedTuple):
     """How many values are asked for and computed."""
 
@@ -184,6 +174,13 @@ def values_of_batch(state: Weighing) -> Array:
     return np.asarray(state.evaluated.values[-count:] + log_slope(state.batch.phi, state.shape.coordinates))
 
 
+def gaussian_of(coefficients: Array, center: Array, root: Array) -> Gaussian:
+    """The Gaussian whose log kernel is a quadratic with these coefficients in z, at points center + root z."""
+    inverse, m = np.linalg.inv(root), len(center)
+    precision = -inverse.T @ second_derivatives(coefficients, m) @ inverse
+    return Gaussian(inverse.T @ coefficients[1 : 1 + m] + precision @ center, (precision + precision.T) / 2)
+
+
 def all_scales(state: Weighing, u: Array) -> Array:
     """Coordinates u (S, m), and φ on the scales that variables are declared on, where these or their spread are others.
 
@@ -206,6 +203,11 @@ def unit_of(x: Array, weights: Array) -> Unit:
 def moments_of(x: Array, weights: Array, unit: Unit) -> Array:
     """First and second moments (2 M,) of weighted points (S, M)."""
     return np.asarray(weights @ features(x, unit))
+
+
+def moments_of_draws(state: Weighing, of: Drawn) -> Array:
+    """The same of draws, on all scales."""
+    return moments_of(all_scales(state, of.u), of.weights, state.shape.unit)
 
 
 def features(x: Array, unit: Unit) -> Array:

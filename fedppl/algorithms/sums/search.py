@@ -17,7 +17,6 @@ from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep.sites import NO_VALUE, Sites
 from fedppl.algorithms.ep.warm_start import ALL, LENGTHS, Mode, Starts, WarmStart, why_not_arrived
 from fedppl.contracts import Expansion
-from fedppl.gaussian import Gaussian
 from fedppl.numerics.streams import whitened_points
 from fedppl.structure import full
 from fedppl.types import Array, Layout, Message
@@ -56,18 +55,16 @@ class Searched(NamedTuple):
 
 def begin(layout: Layout, clients: int, starts: int, stream: int) -> Search:
     """From the prior's mean; with very many clients some of them are asked first."""
-    others = _warm_start.begin_several(layout, starts, stream, asked_for=True) if starts > 1 else None
     some = 1.0 if clients <= 2 * _FIRST else _FIRST / clients
     sites = _sites.empty(layout, (ALL,), full(layout.size))
-    scanned = _scan(sites.prior, stream) if others is not None else np.zeros((0, layout.size))
+    others, scanned = None, np.zeros((0, layout.size))
+    if starts > 1:
+        others = _warm_start.begin_several(layout, starts, stream, asked_for=True)
+        # A part of them is further out: where other modes are, the posterior is high in their basins.
+        z = whitened_points(layout.size, _SCANNED, stream)[:_SCANNED]
+        reach = 2.0 ** (np.arange(len(z)) % 3 - 0.5)
+        scanned = gaussian.mean(layout.prior) + z * reach[:, None] * gaussian.standard_deviations(layout.prior)
     return Search(sites, _warm_start.start(layout, 1), others, 1.0, some, False, False, scanned, np.zeros(0))
-
-
-def _scan(prior: Gaussian, stream: int) -> Array:
-    """Points of the prior, a part of them further out: where other modes are, the posterior is high in their basins."""
-    sd = gaussian.standard_deviations(prior)
-    z = whitened_points(len(sd), _SCANNED, stream)[:_SCANNED]
-    return np.asarray(gaussian.mean(prior) + z * (2.0 ** (np.arange(len(z)) % 3 - 0.5))[:, None] * sd)
 
 
 def begin_at(search: Search, point: Array) -> Search:
@@ -151,9 +148,8 @@ def step(search: Search, values: Array, clients: float) -> Searched:
 def _ended(search: Search) -> Searched:
     """The next search, or the same with more clients, or the best mode of all."""
     sites, newton, starts = search.sites, search.newton, search.starts
-    is_known = _is_known(search)
     if starts is not None and (newton.arrived or starts.modes):
-        mode = _warm_start.arrived_at(sites, newton) if newton.arrived and not is_known else None
+        mode = _warm_start.arrived_at(sites, newton) if newton.arrived else None
         if mode is not None and not starts.modes:
             starts = starts._replace(left=_highest(search, mode, len(starts.left)))
         starts, sites, following = _warm_start.next_search(starts, sites, mode)
@@ -196,19 +192,16 @@ def _highest(search: Search, mode: Mode, count: int) -> Array:
 
 def _is_known(search: Search) -> bool:
     """Whether a search walks into the way of one that arrived: it is within an sd of its mode."""
-    starts, newton = search.starts, search.newton
-    if starts is None or newton.arrived:
-        return False
-    near = any(not _warm_start.far_apart(newton.anchor, mode.point, mode.sd / _WITHIN) for mode in starts.modes)
-    return near and bool(np.isfinite(newton.objective))
+    modes = () if search.starts is None else search.starts.modes
+    near = any(not _warm_start.far_apart(search.newton.anchor, mode.point, mode.sd / _WITHIN) for mode in modes)
+    return near and bool(np.isfinite(search.newton.objective))
 
 
 def _reply(about: Array, along: Array, ray: Array) -> Message:
     """Value, gradient and Hessian from values at the stencil of these steps (m, m)."""
     m = len(along)
     if not np.all(np.isfinite(about)):
-        nothing = np.zeros((m, m))
-        return _warm_start.reply_of(Expansion(NO_VALUE, nothing[0], nothing, {}), ray)
+        return _warm_start.reply_of(_warm_start.no_expansion(m), ray)
     middle, high, low = about[0], about[1 : 1 + m], about[1 + m : 1 + 2 * m]
     hessian = np.diag(high - 2.0 * middle + low)
     for n, (i, j) in enumerate(itertools.combinations(range(m), 2)):

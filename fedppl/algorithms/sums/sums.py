@@ -22,9 +22,8 @@ from fedppl.algorithms.ep.ep import require_known
 from fedppl.algorithms.ep.sites import implausible_values, say_if_large
 from fedppl.algorithms.sums import search as _search
 from fedppl.algorithms.sums import weigh as _weigh
-from fedppl.algorithms.sums.phases import Integrated, Rule, Weighed, Weighing
+from fedppl.algorithms.sums.phases import About, Integrated, Rule, Weighed, Weighing, gaussian_of
 from fedppl.algorithms.sums.search import Search
-from fedppl.algorithms.sums.weigh import Answer
 from fedppl.contracts import Asked, Batch, ClientUpdate, ClientView, Factor, LogEvidence, Received, Report, Summed
 from fedppl.contracts.algorithm import WithoutClient, always
 from fedppl.gaussian import Gaussian
@@ -34,7 +33,7 @@ from fedppl.local.integrate import Stacked
 from fedppl.local.log_factors import factor
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import pack_target
-from fedppl.numerics import importance, student_t
+from fedppl.numerics import student_t
 from fedppl.numerics.coordinates import of_phi
 from fedppl.numerics.importance import effective_size, jackknife, normalise, quadratic_terms, skewness
 from fedppl.numerics.proposals import has_heavy_tails, whitened
@@ -71,9 +70,9 @@ class SumsInfo(NamedTuple):
     phase: str
     log_posterior: float  # log marginal posterior at the point of the search
     points: int  # so far
-    ess: float  # effective points
-    pareto_k: float
-    mc_error: float  # largest standard error of a mean or of an sd, in posterior sds
+    ess: float = np.nan  # effective points
+    pareto_k: float = np.nan
+    mc_error: float = np.nan  # largest standard error of a mean or of an sd, in posterior sds
 
 
 def Sums(*, points: int = 512, pilot: int = 256, starts: int | str = "auto") -> contracts.Algorithm[SumsState, None]:
@@ -118,9 +117,8 @@ def Sums(*, points: int = 512, pilot: int = 256, starts: int | str = "auto") -> 
     Notes
     -----
     *When this fails.* A client that is missing makes a round void, and the third one in a row is the end. Beyond some
-    twenty shared coordinates few points have all the weight, and the status says so: use `EP`. Nobody is said to pull
-    further than others: that is what `Fit.influence` is for, which, as `conflict`, computes clients' own factors once
-    it is called. Of sites of their own it cannot: use `EP`.
+    twenty shared coordinates few points have all the weight, and the status says so: use `EP`. Who pulls further than
+    others `Fit.influence` tells, from clients' own factors; of sites of their own it cannot: use `EP`.
 
     References
     ----------
@@ -218,10 +216,8 @@ def _update_client(client: ClientView, personal: None, message: Message, rng: Rn
         raise LocalFailure(reason)
     lost, kept = np.asarray(summed.total["values_lost"]), np.asarray(message.get("inside", True), dtype=bool)
     info: dict[str, float | str] = {"values_lost": float(np.mean(lost > 0)) if len(lost) else 0.0}
-    if not np.all(kept):
-        info["reason"] = (
-            f"{int(np.sum(~kept))} of {len(kept)} points lie farther from the prior's mean than distance= of its policy"
-        )
+    if count := int(np.sum(~kept)):
+        info["reason"] = f"{count} of {len(kept)} points are farther from the prior's mean than its policy's distance="
     return ClientUpdate(None, summed.total, info)
 
 
@@ -290,13 +286,12 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
         if void < _VOID and isinstance(phase, Search) and np.any(phase.newton.move):
             nothing = np.full(len(_search.points(phase)), np.nan)
             return _searched(state._replace(void=void), phase, nothing, pilot, None)
-        missing = f"sums need all {count} clients, and {received.clients} answered"
-        remedy = (
-            "mend what fit.records[-1].failures says of the others, and ask all, without participation=, reporting= or "
-            "a short deadline=; or use fedppl.EP(), which keeps the site of who is missing"
+        message = (
+            f"sums need all {count} clients, and {received.clients} answered: mend what fit.records[-1].failures says, "
+            "ask all, without participation=, reporting= or a short deadline=, or use fedppl.EP(), which keeps sites"
         )
         status = Status.STALLED if void >= _VOID else Status.RUNNING
-        return state._replace(void=void), Report(_info(phase), status, f"{missing}: {remedy}")
+        return state._replace(void=void), Report(_info(phase), status, message)
     sums = received.sums()
     state = state._replace(void=0)
     if isinstance(phase, Search):
@@ -325,11 +320,11 @@ def _integrated(sums: Message, points: Array) -> Integrated:
 
 def _info(phase: Search | Weighing | Weighed) -> SumsInfo:
     if isinstance(phase, Search):
-        return SumsInfo("search", phase.newton.objective, 0, np.nan, np.nan, np.nan)
-    posterior = phase.posterior if isinstance(phase, Weighed) else None
-    nothing = (np.nan, np.nan, np.nan)
-    diagnostics = nothing if posterior is None else (posterior.ess, posterior.pareto_k, posterior.error)
-    return SumsInfo("weighing", np.nan, len(phase.evaluated.points), *diagnostics)
+        return SumsInfo("search", phase.newton.objective, 0)
+    points, posterior = len(phase.evaluated.points), phase.posterior if isinstance(phase, Weighed) else None
+    if posterior is None:
+        return SumsInfo("weighing", np.nan, points)
+    return SumsInfo("weighing", np.nan, points, posterior.ess, posterior.pareto_k, posterior.error)
 
 
 def _searched(
@@ -342,11 +337,9 @@ def _searched(
         return after, Report(info, Status.STALLED, searched.stuck)
     if not searched.arrived:
         return after, Report(info, message=searched.message)
-    few, sites = _points_of(len(state.clients), pilot), searched.search.sites
-    many = len(state.clients) > _MANY
-    weighing = _weigh.begin(sites.q, sites.prior, sites.labels, few, state.stream, many=many)
-    if stencil is not None:
-        weighing = _weigh.with_integrated(weighing, *stencil)
+    sites, count = searched.search.sites, len(state.clients)
+    about = About(sites.q, sites.prior, sites.labels, count > _MANY)
+    weighing = _weigh.begin(about, _points_of(count, pilot), state.stream, stencil)
     return after._replace(phase=weighing), Report(info, message="nothing is weighed yet: raise rounds=")
 
 
@@ -361,28 +354,23 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
     state = state._replace(looked=True)
     alike, by_chance = np.asarray(sums["constants"], dtype=float)
     in_common = 1.0 + (count - 1.0) / STREAMS  # of many clients some have their random points in common
-    answer = Answer(
-        _of_sums(sums, "values"),
-        _integrated(sums, phase.batch.phi[_weigh.places_integrated(phase)]),
-        np.array([alike, np.sqrt(in_common * by_chance)]),
-        float(sums["improper"]) < 0.5,
-    )
-    taken = _weigh.taken_in(phase, answer)
+    integrated = _integrated(sums, phase.batch.phi[_weigh.places_integrated(phase)])
+    constants = np.array([alike, np.sqrt(in_common * by_chance)])
+    taken = _weigh.taken_in(phase, _of_sums(sums, "values"), integrated, constants, float(sums["improper"]) < 0.5)
     if taken is None:
         again = _weigh.with_more_integrated(phase)
         varies = f"integrals over clients' own variables vary: {more}"
         return state._replace(phase=again), Report(_info(again), message=varies)
     few = _points_of(count, points)
     each = max(64, few // 4) if phase.rule == Rule.EVERYWHERE else few
-    remedy = f"fedppl.Sums(points={4 * points})"
-    judged = _weigh.next_stage(*taken, each, state.stream, remedy)
-    after, info = state._replace(phase=judged.phase), _info(judged.phase)
-    if isinstance(judged.phase, Weighing):
+    following, problems = _weigh.next_stage(*taken, each, state.stream, f"fedppl.Sums(points={4 * points})")
+    after, info = state._replace(phase=following), _info(following)
+    if isinstance(following, Weighing):
         return after, Report(info, message=f"the weights are not trusted yet: {more}")
-    if not judged.phase.trusted:
-        cause = hardly_a_prior(phase.about.labels, gaussian.standard_deviations(state.prior))
-        return after, Report(info, Status.STALLED, "; ".join(filter(None, (judged.message, cause))))
-    return after, Report(info, Status.CONVERGED, "")
+    if following.trusted:
+        return after, Report(info, Status.CONVERGED, "")
+    cause = hardly_a_prior(phase.about.labels, gaussian.standard_deviations(state.prior))
+    return after, Report(info, Status.STALLED, "; ".join(filter(None, (problems, cause))))
 
 
 # Results -------------------------------------------------------------------------------------------------------------
@@ -414,11 +402,8 @@ def _evidence(state: SumsState, clients: Mapping[str, ClientView]) -> LogEvidenc
 def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, ClientView]) -> list[WithoutClient]:
     """By values of all clients at points of the posterior, where these are not too many; else by its Gaussian."""
     if absent := sorted(set(client_ids) - set(clients)):
-        raise DeclarationError(
-            f"the posterior without clients {absent[:5]} is computed from their data, since sums keep nothing of "
-            "single clients, and these are not here. Of a fit from a file, give them: fedppl.load(path, model, "
-            "clients=...). Where clients are sites of their own, use fedppl.EP(), which keeps a site of each."
-        )
+        remedy = "give them to fedppl.load(path, model, clients=...), or, of sites of their own, use fedppl.EP()"
+        raise DeclarationError(f"the posterior without clients {absent[:5]} needs their data, not here: {remedy}.")
     phase, q = state.phase, _q(state)
     center = gaussian.mean(q)
     whole = phase if isinstance(phase, Weighed) and phase.trusted and set(state.clients) <= set(clients) else None
@@ -434,39 +419,35 @@ def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, 
     scaled = of_phi(points, whole.shape.coordinates)
     ratio = state.prior_share * next(iter(clients.values())).prior.log_ratio(points)
     has_prior = np.isfinite(ratio)  # elsewhere others have no density either
-    left = []
-    for name in client_ids:
-        values = np.where(has_prior, factors[name].values - np.where(has_prior, ratio, 0.0), -np.inf)
-        own = factors[name]._replace(values=values)
-        left.append(_without_one(clients[name], own, q, posterior, points, scaled))
-    return left
+    ratio = np.where(has_prior, ratio, np.inf)
+    return [
+        _without_one(clients[name], one._replace(values=one.values - ratio), q, posterior, points, scaled)
+        for name, one in ((name, factors[name]) for name in client_ids)
+    ]
 
 
 def _conclusion(state: SumsState, client_id: str) -> Message:
     """q, and points of the posterior, from which a client draws its own."""
     q, posterior = _q(state), _weighted_points(state)
-    if posterior is not None:
+    if posterior is None:
+        points, weights = _of_gaussian(q), np.full(_DRAWN, 1.0 / _DRAWN)
+    else:
         is_some = posterior.weights > 0
         points, weights = posterior.points[is_some], posterior.weights[is_some]
-    else:
-        points, weights = _of_gaussian(q), np.full(_DRAWN, 1.0 / _DRAWN)
     joins = np.array(float(client_id not in state.clients))
     return {**pack_target(q, q, 0.0), "points": points, "weights": weights, "joins": joins}
 
 
 def _of_gaussian(q: Gaussian) -> Array:
-    if not gaussian.is_proper(q):
-        q, _ = gaussian.repair(q, 1e-6)
-    mean, root = gaussian.affine(q)
+    mean, root = gaussian.affine(q if gaussian.is_proper(q) else gaussian.repair(q, 1e-6)[0])
     return np.asarray(mean + whitened_points(len(mean), _DRAWN, 0)[:_DRAWN] @ root.T)
 
 
 def _details(state: SumsState) -> contracts.Details:
-    phase = state.phase
-    if not isinstance(phase, Weighed) or phase.posterior is None:
+    posterior = state.phase.posterior if isinstance(state.phase, Weighed) else None
+    if posterior is None:
         return {}
-    skewed = skewness(phase.posterior.points, phase.posterior.weights, _MADE_UP)
-    return {"skewness": (("rows",), skewed)}
+    return {"skewness": (("rows",), skewness(posterior.points, posterior.weights, _MADE_UP))}
 
 
 # The posterior without one client, from weighted points of the whole posterior and the client's log f_k there ---
@@ -488,13 +469,10 @@ def _without_one(
     Weights of weighted points are those of all clients' values, exact in the tails too. `scaled` are the points with
     scales in place of their logarithms where these have long left tails.
     """
-    nothing = WithoutClient(gaussian.quotient(q, q), None, _UNKNOWN)
-    if not gaussian.is_proper(q):
-        return nothing
     weights = np.full(len(points), 1.0 / len(points)) if posterior is None else posterior.weights
     has_value = np.isfinite(values.values)
-    if weights @ has_value < 1.0 - MOST_LOST:
-        return nothing
+    if not gaussian.is_proper(q) or weights @ has_value < 1.0 - MOST_LOST:
+        return WithoutClient(gaussian.quotient(q, q), None, _UNKNOWN)
     cavity = gaussian.quotient(q, _site(q, points[has_value], weights[has_value], values.values[has_value]))
     if posterior is None:
         return WithoutClient(cavity, None, _UNKNOWN)
@@ -533,16 +511,12 @@ def _factor(client: ClientView, points: Array, center: Array) -> Factor:
 def _site(q: Gaussian, points: Array, weights: Array, values: Array) -> Gaussian:
     """The quadratic in φ that is nearest to log f_k under the weights, as EP's site is nearly."""
     center, root = gaussian.affine(q)
-    m = len(center)
-    z = whitened(points, center, root)
-    design = quadratic_terms(z)
+    design = quadratic_terms(whitened(points, center, root))
     flat = (normalise(power * _log(weights)) for power in _FLATTENED)
     counted = next((power for power in flat if effective_size(power) >= 2 * design.shape[1]), weights)
     scale = np.sqrt(counted)
-    terms = np.asarray(np.linalg.lstsq(design * scale[:, None], (values - counted @ values) * scale)[0], dtype=float)
-    inverse = np.linalg.inv(root)
-    precision = -inverse.T @ importance.second_derivatives(terms, m) @ inverse
-    return Gaussian(inverse.T @ terms[1 : 1 + m] + precision @ center, precision)
+    coefficients = np.linalg.lstsq(design * scale[:, None], (values - counted @ values) * scale)[0]
+    return gaussian_of(np.asarray(coefficients, dtype=float), center, root)
 
 
 def _spread(logs: tuple[Array, Array, Array, Array], scramble: NDArray[np.intp]) -> float:

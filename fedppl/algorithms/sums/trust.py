@@ -11,30 +11,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedppl import gaussian
-from fedppl.algorithms.sums.phases import (
-    BY_CHANCE,
-    MOST_DRAWS,
-    Estimate,
-    Judged,
-    Unit,
-    Weighed,
-    Weighing,
-    all_scales,
-    chance_of,
-    chance_of_draws,
-    chances,
-    draws_of,
-    effort_of,
-    features,
-    moments_of,
-    pooled,
-    sizes,
-    tilted,
-    values_of_batch,
-)
+from fedppl.algorithms.sums import phases
+from fedppl.algorithms.sums.phases import BY_CHANCE, MOST_DRAWS, Draws, Estimate, Unit, Weighed, Weighing
 from fedppl.numerics import importance, student_t, surrogate
 from fedppl.numerics.coordinates import log_slope, to_phi
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
@@ -58,8 +38,7 @@ _EVEN = 0.95  # effective share of points whose weights have no tail to speak of
 _NOTHING, _FAR_OUT = 1e-20, 100.0  # weight of a draw that adds to no moment; of φ, whose exponential is 1e43
 _FAR_OFF = 50.0  # log units by which a surrogate's integral may exceed the largest weight; no converged fit comes near
 _MOVED = 0.05  # posterior sds by which errors of clients' values may move a mean or a log sd
-_SMOOTH = "the model so that it has a smooth density everywhere"
-_BY_NUTS = "fedppl.EP(local=fedppl.local.NUTS(draws=4000))"
+_BY_NUTS = "take a Gaussian by fedppl.EP(local=fedppl.local.NUTS(draws=4000))"
 
 
 class _Weights(NamedTuple):
@@ -71,6 +50,7 @@ class _Weights(NamedTuple):
     pareto_k: float
     logs: Array  # (S,) of the posterior, not normalised
     control_logs: Array  # (S,)
+    last: Draws  # of the surrogate that the batch came from
 
 
 class _Off(NamedTuple):
@@ -94,12 +74,11 @@ class _Errors(NamedTuple):
 
 def judged(
     state: Weighing, through: Surrogate, posterior: Drawn, signed: Array, squares: Array, stream: int, remedy: str
-) -> Judged:
+) -> tuple[Weighing | Weighed, str]:
     """Compare draws of a surrogate through all values with what the last surrogate and its weights say.
 
     Another stage where the errors are not small enough yet; else the end, with a message that says what is not known.
     """
-    assert state.draws is not None
     weights = _weights(state)
     of_stage = _estimate(state, weights)
     state = state._replace(shape=state.shape._replace(estimates=(*state.shape.estimates, of_stage)))
@@ -119,25 +98,32 @@ def judged(
     is_near = largest <= _NEAR * most and chance <= _NEAR * MOST_ERROR and weights.effective >= _LEAST
     more_would_do = not trusted and is_told and is_near
     if not enough and state.stage < (_MORE_STAGES if more_would_do else _STAGES):
-        return Judged(state)
+        return state, ""
     if trusted:
         posterior, error, by_draws = _put_right(state, through, posterior, errors, stream)
         trusted = max(error, by_draws) <= MOST_ERROR
     else:
-        error, by_draws = _with_declared(errors.error, errors.on_declared), chance_of_draws(posterior)
-    lost = float(np.mean(~np.isfinite(values_of_batch(state))))
+        error, by_draws = _with_declared(errors.error, errors.on_declared), phases.chance_of_draws(posterior)
+    lost = float(np.mean(~np.isfinite(phases.values_of_batch(state))))
     weighted = _reweighted(state, posterior, weights, max(error, by_draws), tail)
-    problems = [
-        "" if trusted else _not_known(state, posterior, weights, weighted, errors.grown, remedy),
-        _unreached(lost) if lost > MOST_LOST else "",
-        "" if is_told else _uncertain(noise, moved),
-    ]
-    message = "; ".join(filter(None, problems))
+    problems = (
+        (trusted, _not_known(state, posterior, weights, weighted, errors.grown, remedy)),
+        (
+            lost <= MOST_LOST,
+            f"at {lost:.1%} of the points (at most {MOST_LOST:.0%}) a client has no log density, so that means and sds "
+            f"may be wrong: declare the model so that it has a smooth density everywhere, or {_BY_NUTS}",
+        ),
+        (
+            is_told,
+            f"means and sds may be off by up to {moved:.2g} sds, as clients' log densities are uncertain by "
+            f"{noise:.2g}: declare their own variables closer to normal, or integrate them out, or {_BY_NUTS}",
+        ),
+    )
+    message = "; ".join(text for is_well, text in problems if not is_well)
     about = state.about
     if trusted or max(error, by_draws) <= _WORTH:
         about = about._replace(q=gaussian.from_moments(weighted.mean, weighted.covariance))
-    end = Weighed(about, state.evaluated, state.shape, weighted, False, not message)
-    return Judged(end, message)
+    return Weighed(about, state.evaluated, state.shape, weighted, False, not message), message
 
 
 def _errors(state: Weighing, posterior: Drawn, weights: _Weights) -> _Errors:
@@ -146,10 +132,10 @@ def _errors(state: Weighing, posterior: Drawn, weights: _Weights) -> _Errors:
     heavy = has_heavy_tails(posterior.u, posterior.weights) and (
         not state.shape.outer or has_heavy_tails(state.batch.u, weights.posterior)
     )
-    last, together = state.shape.estimates[-1], pooled(state.shape.estimates)
+    last, together = state.shape.estimates[-1], phases.pooled(state.shape.estimates)
     # Each stage reaches farther into a heavy tail. The sum of many clients has no tails that the last stage may have
     # missed, and its first surrogates may be so rough that their estimates add nothing.
-    estimate = last if heavy or (state.about.many and chance_of(last) < chance_of(together)) else together
+    estimate = last if heavy or (state.about.many and phases.chance_of(last) < phases.chance_of(together)) else together
     (chance, differ), on_declared = off = _compared(state, posterior, estimate)
     # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
     is_off = any(
@@ -160,7 +146,7 @@ def _errors(state: Weighing, posterior: Drawn, weights: _Weights) -> _Errors:
     return _Errors(
         estimate,
         heavy,
-        _grown(state, posterior, estimate) if heavy else 0.0,
+        _grown(state, posterior, weights.last.posterior, estimate) if heavy else 0.0,
         differ,
         differ if differ > may_be_off else chance,
         is_off,
@@ -172,10 +158,10 @@ def _put_right(
     state: Weighing, through: Surrogate, posterior: Drawn, errors: _Errors, stream: int
 ) -> tuple[Drawn, float, float]:
     """Draws with the moments of the estimate, their error, and what of it is their number's."""
-    by_draws, error, on_declared = chance_of_draws(posterior), errors.error, errors.on_declared
+    by_draws, error, on_declared = phases.chance_of_draws(posterior), errors.error, errors.on_declared
     if by_draws > BY_DRAWS:
-        more = draws_of(state, through, posterior.mean, posterior.covariance, MOST_DRAWS, stream)
-        pairs = (posterior, by_draws), (more, chance_of_draws(more))
+        more = phases.draws_of(state, through, posterior.mean, posterior.covariance, MOST_DRAWS, stream)
+        pairs = (posterior, by_draws), (more, phases.chance_of_draws(more))
         posterior, by_draws = min(pairs, key=lambda pair: pair[1])
     if errors.is_off:
         tilt = _tilted(state, posterior, errors.estimate)
@@ -193,28 +179,28 @@ def _with_declared(error: float, on_declared: _Off) -> float:
 
 def _tilted(state: Weighing, of: Drawn, estimate: Estimate) -> Drawn | None:
     """Draws with the moments of an estimate on all scales, or else of coordinates alone; None where there are none."""
-    x, unit, m = all_scales(state, of.u), state.shape.unit, of.u.shape[1]
+    x, unit, m = phases.all_scales(state, of.u), state.shape.unit, of.u.shape[1]
     for count in (x.shape[1], m):
         target = np.concatenate([part[:count] for part in np.split(estimate.moments, 2)])
-        tilt = tilted(of, x[:, :count], target, Unit(unit.center[:count], unit.length[:count]))
+        tilt = phases.tilted(of, x[:, :count], target, Unit(unit.center[:count], unit.length[:count]))
         if tilt is not None:
             return tilt
     return None
 
 
-def nowhere(state: Weighing) -> Judged:
+def nowhere(state: Weighing) -> tuple[Weighed, str]:
     """The end of a fit whose posterior was not found about the mode."""
-    return Judged(
-        Weighed(state.about, state.evaluated, state.shape, None, False, False),
+    message = (
         "about the mode too few points have a log density at all clients, or tails are too heavy, to tell means and "
-        f"sds: declare {_SMOOTH} and priors with lighter tails, or take a Gaussian by {_BY_NUTS}",
+        f"sds: declare a smooth density everywhere and priors with lighter tails, or {_BY_NUTS}"
     )
+    return Weighed(state.about, state.evaluated, state.shape, None, False, False), message
 
 
 def _weights(state: Weighing) -> _Weights:
     """Weights of the batch, against the mixture of surrogate and candidates that its points come from."""
     assert state.draws is not None
-    batch, values = state.batch, values_of_batch(state)
+    batch, values = state.batch, phases.values_of_batch(state)
     mixture = np.logaddexp(
         np.log(1.0 - DEFENCE) + batch.log_drawn - state.draws.log_integral, np.log(DEFENCE) + batch.log_density
     )
@@ -222,13 +208,13 @@ def _weights(state: Weighing) -> _Weights:
     raw = np.where(is_drawn & np.isfinite(values), values - mixture, -np.inf)
     log_times = np.log(np.where(is_drawn, batch.times, 1.0))
     logs, shape = importance.smoothed(raw)
-    if _spread(values - batch.log_surrogate, normalise(raw + log_times)) <= effort_of(state).close:
+    if _spread(values - batch.log_surrogate, normalise(raw + log_times)) <= phases.effort_of(state).close:
         logs, shape = raw, -np.inf
     logs = np.where(is_drawn, logs + log_times, -np.inf)
     posterior = normalise(logs)
     effective = 1.0 / float(np.sum(posterior[is_drawn] ** 2 / batch.times[is_drawn])) / float(batch.times.sum())
     control_logs = np.where(is_drawn, batch.log_surrogate - mixture + log_times, -np.inf)
-    return _Weights(posterior, normalise(control_logs), effective, shape, logs, control_logs)
+    return _Weights(posterior, normalise(control_logs), effective, shape, logs, control_logs, state.draws)
 
 
 def _spread(residuals: Array, weights: Array) -> float:
@@ -245,45 +231,38 @@ def _estimate(state: Weighing, weights: _Weights) -> Estimate:
 
     The surrogate is a control variate: where it is good β is 1, and less where its tails are not the posterior's.
     """
-    assert state.draws is not None
-    posterior = state.draws.posterior
-    of_surrogate, of_batch = (features(all_scales(state, u), state.shape.unit) for u in (posterior.u, state.batch.u))
+    posterior = weights.last.posterior
+    scales = (phases.all_scales(state, u) for u in (posterior.u, state.batch.u))
+    of_surrogate, of_batch = (phases.features(x, state.shape.unit) for x in scales)
     coefficients = importance.control_coefficients(of_batch, weights.posterior, weights.control)
 
-    def by(drawn: NDArray[np.bool_], evaluated: NDArray[np.bool_]) -> Array:
-        before, added, control = (
-            np.where(kept, part, 0.0)
-            for kept, part in ((drawn, posterior.weights), (evaluated, weights.posterior), (evaluated, weights.control))
+    def without(scramble: int) -> Array:
+        before, kept = (
+            np.where(posterior.scramble != scramble, posterior.weights, 0.0),
+            state.batch.scramble != scramble,
         )
+        added, control = (np.where(kept, part, 0.0) for part in (weights.posterior, weights.control))
         expected = before / before.sum() @ of_surrogate - control / control.sum() @ of_batch
         return np.asarray(added / added.sum() @ of_batch + coefficients * expected)
 
-    without = [
-        by(posterior.scramble != scramble, state.batch.scramble != scramble) for scramble in range(student_t.SCRAMBLES)
-    ]
-    whole = by(np.ones(len(posterior.weights), dtype=bool), np.ones(len(weights.posterior), dtype=bool))
-    return Estimate(whole, np.stack(without), weights.effective * float(state.batch.times.sum()))
+    each = np.stack([without(scramble) for scramble in range(student_t.SCRAMBLES)])
+    return Estimate(without(-1), each, weights.effective * float(state.batch.times.sum()))  # without none
 
 
 def _compared(state: Weighing, posterior: Drawn, estimate: Estimate) -> tuple[_Off, _Off]:
     """Standard errors of an estimate, and what draws differ from it by: of coordinates, and on declared scales."""
-    of_draws = moments_of(all_scales(state, posterior.u), posterior.weights, state.shape.unit)
-    errors, m = np.stack([chances(estimate), np.abs(sizes(estimate.moments, of_draws))]), posterior.u.shape[1]
-    errors = errors.reshape(2, 2, -1)  # of means and of sds
+    off, m = phases.sizes(estimate.moments, phases.moments_of_draws(state, posterior)), posterior.u.shape[1]
+    errors = np.stack([phases.chances(estimate), np.abs(off)]).reshape(2, 2, -1)  # of means and of sds
     own, declared = (np.max(part, axis=(1, 2), initial=0.0) for part in (errors[..., :m], errors[..., m:]))
     return _Off(*map(float, own)), _Off(*map(float, declared))
 
 
-def _grown(state: Weighing, posterior: Drawn, last: Estimate) -> float:
+def _grown(state: Weighing, posterior: Drawn, before: Drawn, last: Estimate) -> float:
     """Growth of a log sd since the stage before, where points reach farther into a tail each time."""
-    assert state.draws is not None
-    drawn = [
-        moments_of(all_scales(state, of.u), of.weights, state.shape.unit) for of in (state.draws.posterior, posterior)
-    ]
-    before = [drawn[0], *(estimate.moments for estimate in state.shape.estimates[-2:-1])]
+    earlier = [phases.moments_of_draws(state, before), *(one.moments for one in state.shape.estimates[-2:-1])]
+    later = [phases.moments_of_draws(state, posterior), last.moments]
     m, count = posterior.u.shape[1], len(state.shape.unit.center)
-    of_sds = slice(count, count + m)
-    return float(max(np.max(np.abs(sizes(new, old)[of_sds])) for new in (drawn[1], last.moments) for old in before))
+    return float(max(np.max(np.abs(phases.sizes(new, old)[count : count + m])) for new in later for old in earlier))
 
 
 def _reweighted(state: Weighing, posterior: Drawn, weights: _Weights, error: float, tail: float) -> Reweighted:
@@ -318,13 +297,8 @@ def _reweighted(state: Weighing, posterior: Drawn, weights: _Weights, error: flo
 def with_weight(of: Drawn, phi: Array) -> Drawn:
     """Draws but those far out without weight, whose scales may be beyond all numbers, and so is nothing times these."""
     some = (of.weights > _NOTHING) | np.all(np.abs(phi) < _FAR_OUT, axis=1)
-    return of._replace(
-        u=of.u[some],
-        log_proposal=of.log_proposal[some],
-        log_density=of.log_density[some],
-        weights=of.weights[some] / of.weights[some].sum(),
-        scramble=of.scramble[some],
-    )
+    u, log_proposal, log_density, weights, scramble = (part[some] for part in of[:5])
+    return Drawn(u, log_proposal, log_density, weights / weights.sum(), scramble, *of[5:])
 
 
 def _log_integral(state: Weighing, weights: _Weights) -> tuple[float, float]:
@@ -334,8 +308,7 @@ def _log_integral(state: Weighing, weights: _Weights) -> tuple[float, float]:
 
     The surrogate, whose integral is known, is a control variate.
     """
-    assert state.draws is not None
-    times, of = state.batch.times, state.draws
+    times, of = state.batch.times, weights.last
     shift = max(float(np.max(logs)) for logs in (weights.logs, weights.control_logs))
     each = np.stack([np.exp(logs - shift) for logs in (weights.logs, weights.control_logs)]) / np.maximum(times, 1.0)
     w, c = each - (each @ times / times.sum())[:, None]
@@ -356,8 +329,7 @@ def _log_integral(state: Weighing, weights: _Weights) -> tuple[float, float]:
 def _moved(state: Weighing, weights: _Weights, signed: Array, squares: Array) -> float:
     """Largest shift of a mean or a log sd, in posterior sds, that errors of log f_k may cause.
 
-    Errors that clients have alike add up as they are; errors of any sign add up as squares, by the inequality of Cauchy
-    and Schwarz.
+    Errors that clients have alike add up as they are, others as squares, by the inequality of Cauchy and Schwarz.
     """
     u = state.batch.u
     moments = weighted_moments(u, weights.posterior)
@@ -378,44 +350,24 @@ def _not_known(
     state: Weighing, posterior: Drawn, weights: _Weights, weighted: Reweighted, grown: float, remedy: str
 ) -> str:
     """Which diagnostics are out of bounds, and of which coordinate above all."""
-    assert state.draws is not None
-    moved = np.abs(posterior.mean - state.draws.posterior.mean) / np.sqrt(np.diag(posterior.covariance))
+    moved = np.abs(posterior.mean - weights.last.posterior.mean) / np.sqrt(np.diag(posterior.covariance))
     name, most = as_declared(state.about.labels[int(np.argmax(moved))]), _most_error(state)
     most_k = importance.limit(len(weights.posterior))
-    reasons = [
-        f"few points decide alone (Pareto k {weights.pareto_k:.2f}, at most {most_k:.2f})"
-        if not weights.pareto_k <= most_k
-        else "",
-        f"tails are not reached (Pareto k {weighted.second_k:.2f}, at most {MOST_SECOND_K:g})"
-        if not weighted.second_k <= MOST_SECOND_K
-        else "",
-        f"an error of {weighted.error:.2g} sds (at most {most:g})" if not weighted.error <= most else "",
-        f"{weights.effective:.0%} of the points are effective (at least {_LEAST:.0%})"
-        if weights.effective < _LEAST
-        else "",
-        f"an sd that last changed by {np.expm1(grown):.0%}, along a heavy tail" if grown > most else "",
-    ]
-    return (
-        f"means and sds are not known well enough, of {name} above all: use {remedy}, declare {name} on a scale where "
-        f"it is closer to normal, or give it a prior that says more. Of {len(state.evaluated.points)} points: "
-        + ", ".join(filter(None, reasons))
+    checks = (
+        (
+            weights.pareto_k <= most_k,
+            f"few points decide alone (Pareto k {weights.pareto_k:.2f}, at most {most_k:.2f})",
+        ),
+        (
+            weighted.second_k <= MOST_SECOND_K,
+            f"tails are not reached (Pareto k {weighted.second_k:.2f}, at most {MOST_SECOND_K:g})",
+        ),
+        (weighted.error <= most, f"an error of {weighted.error:.2g} sds (at most {most:g})"),
+        (weights.effective >= _LEAST, f"{weights.effective:.0%} of the points are effective (at least {_LEAST:.0%})"),
+        (grown <= most, f"an sd that last changed by {np.expm1(grown):.0%}, along a heavy tail"),
     )
-
-
-def _unreached(share: float) -> str:
-    """A client has no value at a share of the points."""
+    reasons = ", ".join(text for is_well, text in checks if not is_well)
     return (
-        f"means and sds may be wrong: at {share:.1%} of the points (at most {MOST_LOST:.0%}) a client has no log "
-        f"density, or no integral over its own variables. Declare {_SMOOTH}, with no bound of an outcome's support "
-        f"among the shared variables; or take a Gaussian by {_BY_NUTS}"
-    )
-
-
-def _uncertain(noise: float, moved: float) -> str:
-    """Errors of clients' values move moments too far."""
-    return (
-        f"means and sds may be off by up to {moved:.2g} sds: clients' log densities are uncertain by {noise:.2g} in "
-        "all, since their own variables are far from normal given the shared ones. Declare them closer to normal, "
-        "and standardised, z = (θ − μ) / τ, where data say little; integrate them out, as pm.BetaBinomial does with a "
-        f"pm.Beta; or take a Gaussian by {_BY_NUTS}"
+        f"means and sds are not known well enough, of {name} above all: use {remedy}, declare {name} closer to normal, "
+        f"or give it a prior that says more. Of {len(state.evaluated.points)} points: {reasons}"
     )

@@ -15,32 +15,21 @@ from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 
 from fedppl import gaussian
+from fedppl.algorithms.sums import phases
 from fedppl.algorithms.sums.phases import (
-    FEW,
-    MANY,
-    MOST_DRAWS,
     About,
     Batch,
     Draws,
     Effort,
     Evaluated,
     Integrated,
-    Judged,
     Rule,
     Shape,
     Unit,
     Weighed,
     Weighing,
-    all_scales,
-    chance_of_draws,
-    draws_of,
-    effort_of,
-    unit_of,
-    values_of_batch,
-    widens,
 )
 from fedppl.algorithms.sums.trust import BY_DRAWS, DEFENCE, judged, nowhere
-from fedppl.gaussian import Gaussian
 from fedppl.numerics import importance, student_t, surrogate
 from fedppl.numerics.coordinates import (
     Coordinates,
@@ -83,32 +72,26 @@ class Tails(NamedTuple):
     variances: Array
 
 
-class Answer(NamedTuple):
-    """Sums of clients' values at the points of a batch."""
-
-    values: Array  # (S,) NaN where a client has none
-    integrated: Integrated
-    constants: Array  # (2,)
-    is_proper: bool
-
-
 # Values in -----------------------------------------------------------------------------------------------------------
 
 
-def begin(
-    q: Gaussian, prior: Gaussian, labels: tuple[str, ...], count: int, stream: int, *, many: bool = False
-) -> Weighing:
-    """The pilot about a Gaussian; with `many` clients θ is integrated at few points."""
-    m = len(q.linear)
+def begin(about: About, count: int, stream: int, stencil: tuple[Integrated, Array] | None) -> Weighing:
+    """The pilot about a Gaussian, with points of the search, at which the sum of Laplace's values is known, (T,)."""
+    m, evaluated = len(about.labels), _nothing(len(about.labels))
+    if stencil is not None:
+        integrated, laplace = stencil
+        laplace = laplace + gaussian.log_kernel(about.prior, integrated.points)
+        values = laplace + integrated.residuals
+        evaluated = evaluated._replace(points=integrated.points, laplace=laplace, values=values, integrated=integrated)
     # its values have to tell a quadratic in all coordinates
     count = -(-max(count, (m + 1) * (m + 2)) // student_t.SCRAMBLES)
-    mean, covariance = gaussian.mean(q), gaussian.covariance(q)
+    mean, covariance = gaussian.mean(about.q), gaussian.covariance(about.q)
     return Weighing(
-        About(q, prior, labels, many),
-        _nothing(m),
-        Shape(plain(), (), (), Unit(mean, gaussian.standard_deviations(q)), ()),
-        _of_candidates(mean, covariance, plain(), count, stream, (MANY if many else FEW).wide),
-        draws=None,
+        about,
+        evaluated,
+        Shape(plain(), (), (), Unit(mean, gaussian.standard_deviations(about.q)), ()),
+        _of_candidates(mean, covariance, plain(), count, stream, (phases.MANY if about.many else phases.FEW).wide),
+        None,
         stage=0,
         pilots=0,
         rule=Rule.AT_FEW,
@@ -128,46 +111,36 @@ def _of_candidates(
     return Batch(to_phi(at.u, coordinates), at.u, at.log_density, np.nan * ones, at.log_density, ones, at.scramble)
 
 
-def with_integrated(state: Weighing, integrated: Integrated, laplace: Array) -> Weighing:
-    """The state with points of the search, at which the sum of Laplace's values is `laplace`, (T,)."""
-    values = laplace + gaussian.log_kernel(state.about.prior, integrated.points)
-    evaluated = state.evaluated._replace(
-        points=integrated.points, laplace=values, values=values + integrated.residuals, integrated=integrated
-    )
-    return state._replace(evaluated=evaluated)
-
-
 def places_integrated(state: Weighing) -> NDArray[np.intp]:
     """Points of the batch at which θ is to be integrated, some of each scramble."""
     count, size = state.batch.phi.shape
-    effort = effort_of(state)
+    effort = phases.effort_of(state)
     some = max(effort.integrated, effort.integrated_each * (size + 3))
     some //= 1 if state.stage < effort.later[0] else effort.later[1]
     return some_of(count, count if state.rule == Rule.EVERYWHERE else some)
 
 
-def taken_in(state: Weighing, answer: Answer) -> tuple[Weighing, Array, Array] | None:
-    """The state with an exchange's sums, signed errors of the batch (S,), and their squares.
+def taken_in(
+    state: Weighing, values: Array, new: Integrated, constants: Array, is_proper: bool
+) -> tuple[Weighing, Array, Array] | None:
+    """The state with sums of values (S,), NaN where a client has none, signed errors of the batch (S,), and squares.
 
     None where the residuals of Laplace's approximation are not smooth enough to be predicted.
     """
     at = state.batch.phi
-    pairs = zip(state.evaluated.integrated, answer.integrated, strict=True)
-    integrated = Integrated(*(np.concatenate(pair) for pair in pairs))
+    integrated = Integrated(*map(np.concatenate, zip(state.evaluated.integrated, new, strict=True)))
     points = np.concatenate([state.evaluated.points, at])
-    laplace = np.concatenate([state.evaluated.laplace, answer.values + gaussian.log_kernel(state.about.prior, at)])
+    laplace = np.concatenate([state.evaluated.laplace, values + gaussian.log_kernel(state.about.prior, at)])
     residuals, signed, squares = np.zeros((3, len(points)))
     if state.rule == Rule.EVERYWHERE:
         residuals, signed, squares = integrated.residuals, integrated.errors, integrated.squares
     elif np.any(integrated.residuals) or np.any(integrated.squares):
-        effort = effort_of(state)
-        enough = effort.predicted if state.stage else effort.rough
-        predicted = _predicted(points, laplace, integrated, effort, enough)
+        effort = phases.effort_of(state)
+        predicted = _predicted(points, laplace, integrated, effort, effort.predicted if state.stage else effort.rough)
         if predicted is None:
             return None
         residuals, signed, squares = predicted
-    constants = np.maximum(state.evaluated.constants, answer.constants)
-    is_proper = state.evaluated.is_proper and answer.is_proper
+    constants, is_proper = np.maximum(state.evaluated.constants, constants), state.evaluated.is_proper and is_proper
     after = state._replace(evaluated=Evaluated(points, laplace, laplace + residuals, integrated, constants, is_proper))
     return after, np.nan_to_num(signed[-len(at) :]), np.nan_to_num(squares[-len(at) :])
 
@@ -202,10 +175,7 @@ def _predicted(
 
 
 def with_more_integrated(state: Weighing) -> Weighing:
-    """The same batch, with a cheap rule at all points; after that a quarter of it, with θ integrated at every point.
-
-    A cheap rule misses far less than Laplace's approximation, and few points predict its residuals.
-    """
+    """The same batch, with a cheap rule at all points; after that a quarter of it, with θ integrated at every point."""
     evaluated = _nothing(len(state.about.labels))
     evaluated = evaluated._replace(constants=state.evaluated.constants, is_proper=state.evaluated.is_proper)
     if state.rule == Rule.AT_FEW:
@@ -217,30 +187,28 @@ def with_more_integrated(state: Weighing) -> Weighing:
 # Stages --------------------------------------------------------------------------------------------------------------
 
 
-def next_stage(state: Weighing, signed: Array, squares: Array, count: int, stream: int, remedy: str) -> Judged:
-    """The next stage, or the end, once a batch was evaluated."""
+def next_stage(
+    state: Weighing, signed: Array, squares: Array, count: int, stream: int, remedy: str
+) -> tuple[Weighing | Weighed, str]:
+    """The next stage, or the end with what is not known, once a batch was evaluated."""
     if not np.any(np.isfinite(state.evaluated.values)):
         return nowhere(state)
     normal = _as_normal(state)
     if normal is not None:
-        return Judged(normal)
-    if state.stage == 0:
+        return normal, ""
+    if state.draws is None:
         state, mean, covariance = _after_pilot(state)
     else:
-        assert state.draws is not None
         mean, covariance = state.draws.posterior.mean, state.draws.posterior.covariance
-    through = _through(state, mean, covariance)
-    if through is None:  # a wider t, about the moments so far
+    fitted, mean, covariance = _fitted(state, mean, covariance, stream)
+    if fitted is None:  # a wider t, about the moments so far
         return _again(state, mean, covariance, count, stream)
-    mean, covariance = surrogate.moments_of(through, mean, covariance, state.shape.coordinates.folded, stream)
-    posterior = _draws(state, through, mean, covariance, stream)
-    if effective_size(posterior.weights) < importance.EACH_TELLS * len(mean):
-        return _again(state, mean, covariance, count, stream)
+    through, posterior = fitted
     if state.stage:
-        outcome = judged(state, through, posterior, signed, squares, stream, remedy)
-        if isinstance(outcome.phase, Weighed):
-            return outcome
-        state = outcome.phase
+        outcome, problems = judged(state, through, posterior, signed, squares, stream, remedy)
+        if isinstance(outcome, Weighed):
+            return outcome, problems
+        state = outcome
     refolded = _folded_anew(state, posterior, stream)
     if refolded is not None:
         state, through, posterior = refolded
@@ -254,17 +222,15 @@ def next_stage(state: Weighing, signed: Array, squares: Array, count: int, strea
     if _are_copies(candidates):
         drawn = surrogate.walked(through, posterior, folded, _STEPS // 4, another)
     count *= 2 ** max(0, state.stage - 1)
-    parts = (
-        _chosen(state, candidates, drawn, by, tails, count),
-        _probes(posterior, state.shape.coordinates, effort_of(state).probes),
-    )
+    probes = _probes(posterior, state.shape.coordinates, phases.effort_of(state).probes)
+    parts = _chosen(state, candidates, drawn, by, tails, count), probes
     after = state._replace(
         shape=state.shape._replace(outer=outer, farther=farther),
         batch=Batch(*(np.concatenate(pair) for pair in zip(*parts, strict=True))),
         draws=Draws(posterior, candidates.log_integral, candidates.log_integral_error),
         stage=state.stage + 1,
     )
-    return Judged(after)
+    return after, ""
 
 
 def _as_normal(state: Weighing) -> Weighed | None:
@@ -278,18 +244,12 @@ def _as_normal(state: Weighing) -> Weighed | None:
         return None
     scale = 1.0 / (1.0 + np.sum(z**2, axis=1))  # far points have large values, and large rounding
     coefficients = np.linalg.lstsq(terms * scale[:, None], values * scale, rcond=None)[0]
-    residuals = (terms @ coefficients - values) * scale
-    if not np.max(np.abs(residuals)) <= _NORMAL:
+    off = float(np.max(np.abs((terms @ coefficients - values) * scale)))
+    q = phases.gaussian_of(coefficients, center, root)
+    if not off <= _NORMAL or not gaussian.is_proper(q):
         return None
-    m = len(center)
-    precision = -importance.second_derivatives(coefficients, m)
-    if np.linalg.eigvalsh(precision)[0] <= 0:
-        return None
-    inverse = np.linalg.inv(root)
-    whole = inverse.T @ precision @ inverse
-    q = Gaussian(inverse.T @ coefficients[1 : 1 + m] + whole @ center, (whole + whole.T) / 2)
     mean, colour = gaussian.affine(q)
-    draws = mean + standard_normal(m, _NORMALS, 0, student_t.SCRAMBLES) @ colour.T
+    draws = mean + standard_normal(len(mean), _NORMALS, 0, student_t.SCRAMBLES) @ colour.T
     equal = np.full(len(draws), 1.0 / len(draws))
     posterior = Reweighted(
         points=draws,
@@ -300,7 +260,7 @@ def _as_normal(state: Weighing) -> Weighed | None:
         covariance=gaussian.covariance(q),
         log_ratio=float(np.median(values - gaussian.log_kernel(q, points))),  # what q's kernel leaves of the density
         error=0.0,
-        log_ratio_error=float(np.max(np.abs(residuals))),
+        log_ratio_error=off,
         ess=float(len(draws)),
         pareto_k=-np.inf,
         second_k=-np.inf,
@@ -311,7 +271,7 @@ def _as_normal(state: Weighing) -> Weighed | None:
 
 def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
     """Choose which scales are coordinates themselves, and moments to begin with."""
-    points, values = state.batch.phi, values_of_batch(state)
+    points, values = state.batch.phi, phases.values_of_batch(state)
     logs = np.where(np.isfinite(values), values, -np.inf) - state.batch.log_density
     if not np.any(np.isfinite(logs)):
         return state, gaussian.mean(state.about.q), gaussian.covariance(state.about.q)
@@ -332,23 +292,24 @@ def _with_shape(
 ) -> Weighing:
     """The state in other coordinates; estimates so far may be in other units, and go."""
     moved = state._replace(shape=Shape(coordinates, outer, (), state.shape.unit, ()))
-    return moved._replace(shape=moved.shape._replace(unit=unit_of(all_scales(moved, u), weights)))
+    return moved._replace(shape=moved.shape._replace(unit=phases.unit_of(phases.all_scales(moved, u), weights)))
 
 
 def _draws(state: Weighing, through: Surrogate, mean: Array, covariance: Array, stream: int) -> Drawn:
     """Draws of a surrogate, as many as its moments need: their error is part of every estimate."""
-    by, count = functools.partial(draws_of, state, through, mean, covariance, stream=stream), effort_of(state).draws
+    by = functools.partial(phases.draws_of, state, through, mean, covariance, stream=stream)
+    count = phases.effort_of(state).draws
     few = by(count)
     is_short = state.stage >= _LATE or effective_size(few.weights) < importance.EACH_TELLS * len(mean)
     if is_short and _are_copies(few):
-        many = by(MOST_DRAWS)
+        many = by(phases.MOST_DRAWS)
         if effective_size(many.weights) >= 2.0 * len(mean):  # fewer draws lie in a plane, and stay there
             return surrogate.walked(through, many, state.shape.coordinates.folded, _STEPS, stream)
-    off = 0.0 if state.stage < _LATE or count == MOST_DRAWS else chance_of_draws(few)
+    off = 0.0 if state.stage < _LATE or count == phases.MOST_DRAWS else phases.chance_of_draws(few)
     if off <= BY_DRAWS:
         return few
     # NaN where one scramble has all the weight
-    return by(int(np.fmin(count * (off / BY_DRAWS) ** 2, MOST_DRAWS)))
+    return by(int(np.fmin(count * (off / BY_DRAWS) ** 2, phases.MOST_DRAWS)))
 
 
 def _are_copies(of: Drawn) -> bool:
@@ -364,16 +325,13 @@ def _scales(state: Weighing, points: Array, weights: Array) -> Places:
     """
     folded, skewed = state.shape.coordinates.folded, skewness(points, weights)
     others = [i for i, label in enumerate(state.about.labels) if "_log__" in label and i not in folded]
-    added = [i for i in others if skewed[i] < _SKEWED and not widens(points, weights, i)]
+    added = [i for i in others if skewed[i] < _SKEWED and not phases.widens(points, weights, i)]
     most_skewed = sorted(added, key=lambda i: skewed[i])[: surrogate.MOST_FOLDED - len(folded)]
     return np.sort(np.array([*folded, *most_skewed], dtype=np.intp))
 
 
 def _folded_anew(state: Weighing, posterior: Drawn, stream: int) -> tuple[Weighing, Surrogate, Drawn] | None:
-    """The same values in coordinates with more scales, or stretched otherwise; None where they should stay.
-
-    A pilot's weights may not show a tail that a surrogate has.
-    """
+    """The same values in coordinates with more scales, or stretched otherwise; None where they should stay."""
     phi = to_phi(posterior.u, state.shape.coordinates)
     folded, stretch = _scales(state, phi, posterior.weights), state.shape.coordinates.stretch
     if state.stage < _LATE:
@@ -387,34 +345,39 @@ def _folded_anew(state: Weighing, posterior: Drawn, stream: int) -> tuple[Weighi
     u = of_phi(phi, coordinates)
     moments = weighted_moments(u, posterior.weights)
     after = _with_shape(state, coordinates, u, posterior.weights, ())
-    through = _through(after, moments.mean, moments.covariance)
-    if through is None:
-        return None
-    mean, covariance = surrogate.moments_of(through, moments.mean, moments.covariance, folded, stream)
-    again = _draws(after, through, mean, covariance, stream)
-    return (after, through, again) if effective_size(again.weights) >= importance.EACH_TELLS * len(mean) else None
+    fitted, _, _ = _fitted(after, moments.mean, moments.covariance, stream)
+    return None if fitted is None else (after, *fitted)
 
 
-def _through(state: Weighing, mean: Array, covariance: Array) -> Surrogate | None:
-    is_finite = np.isfinite(state.evaluated.values)
+def _fitted(
+    state: Weighing, mean: Array, covariance: Array, stream: int
+) -> tuple[tuple[Surrogate, Drawn] | None, Array, Array]:
+    """A surrogate through all values with its draws, None where few of them have all weight, and its moments."""
+    coordinates, is_finite = state.shape.coordinates, np.isfinite(state.evaluated.values)
     points = state.evaluated.points[is_finite]
-    values = state.evaluated.values[is_finite] + log_slope(points, state.shape.coordinates)
-    u = of_phi(points, state.shape.coordinates)
-    return surrogate.fitted(u, values, mean, covariance, heavy=bool(state.shape.outer))
+    values = state.evaluated.values[is_finite] + log_slope(points, coordinates)
+    u, heavy = of_phi(points, coordinates), bool(state.shape.outer)
+    through = surrogate.fitted(u, values, mean, covariance, heavy=heavy)
+    if through is None:
+        return None, mean, covariance
+    mean, covariance = surrogate.moments_of(through, mean, covariance, coordinates.folded, stream)
+    drawn = _draws(state, through, mean, covariance, stream)
+    is_told = effective_size(drawn.weights) >= importance.EACH_TELLS * len(mean)
+    return (through, drawn) if is_told else None, mean, covariance
 
 
-def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: int) -> Judged:
+def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: int) -> tuple[Weighing | Weighed, str]:
     """Another pilot about the moments so far."""
     if state.pilots >= _PILOTS:
         return nowhere(state)
     per_scramble = max(2, count // student_t.SCRAMBLES)
     batch = _of_candidates(mean, covariance, state.shape.coordinates, per_scramble, stream + _APART + state.pilots)
-    return Judged(state._replace(batch=batch, draws=None, stage=0, pilots=state.pilots + 1))
+    return state._replace(batch=batch, draws=None, stage=0, pilots=state.pilots + 1), ""
 
 
 def _tails(state: Weighing, of: Drawn) -> Tails:
     """Which coordinates and declared scales have heavy tails, of a surrogate."""
-    x = all_scales(state, of.u)
+    x = phases.all_scales(state, of.u)
     center = of.weights @ x
     squares = (x - center) ** 2
     variances = np.maximum(of.weights @ squares, 1e-300)
@@ -426,9 +389,8 @@ def _farther(state: Weighing, tails: Tails, of: Drawn) -> tuple[Proposal, ...]:
     """A t about the draws weighted by squares along heavy tails: where most of an sd comes from."""
     if not len(tails.places):
         return ()
-    moments = weighted_moments(
-        of.u, normalise(np.log(np.maximum(of.weights, 1e-300)) + _log_squares(state, tails, of.u))
-    )
+    logs = np.log(np.maximum(of.weights, 1e-300)) + _log_squares(state, tails, of.u)
+    moments = weighted_moments(of.u, normalise(logs))
     covariance = moments.covariance + _CLOSE * of.covariance  # few draws have most of the squares
     return (propose(moments.mean, surrogate.ROOM * covariance, 1),)
 
@@ -445,7 +407,7 @@ def _log_tilt(state: Weighing, tails: Tails, u: Array) -> Array:
 
 def _log_squares(state: Weighing, tails: Tails, u: Array) -> Array:
     """Log of the mean squared distance along heavy tails, in variances."""
-    x = all_scales(state, u)[:, tails.places]
+    x = phases.all_scales(state, u)[:, tails.places]
     squares = (x - tails.center[tails.places]) ** 2 / tails.variances[tails.places]
     return np.asarray(np.log(np.maximum(np.mean(squares, axis=1), 1e-300)))
 
