@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from fedppl.contracts import ClientView
 from fedppl.nn import functional
 from fedppl.nn.functional import Places
-from fedppl.nn.head import Head, logits, of_draws, without_head
+from fedppl.nn.head import Head, features, logits, of_draws, without_head
 from fedppl.nn.likelihood import Categorical
 from fedppl.nn.personal import head_noise
-from fedppl.nn.train import GROWTH, RISE, Pulls, Training, optimizer_of, pulls_of, slopes_of
+from fedppl.nn.train import GROWTH, RISE, Pulls, Training, loss_at, optimizer_of, pulls_of, slopes_of, train
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.nn.view import network_of
 from fedppl.types import Array
@@ -57,10 +57,6 @@ class Stack(NamedTuple):
     rows: NDArray[np.int64]  # numbers of rows, (K,)
     first: NDArray[np.int64]  # where each client's rows begin, (K,)
 
-    def client(self, k: int) -> slice:
-        """The rows of a client."""
-        return slice(int(self.first[k]), int(self.first[k] + self.rows[k]))
-
 
 def stacked(units: Sequence[NetworkUnit], dtype: torch.dtype = torch.float32) -> Stack:
     """Stack the rows of a group from `groups` one after the other."""
@@ -72,7 +68,7 @@ def stacked(units: Sequence[NetworkUnit], dtype: torch.dtype = torch.float32) ->
 
 def groups(clients: Sequence[ClientView]) -> list[list[int]]:
     """Places of clients that are trained in one batch: of one network, by falling numbers of rows, within a cache."""
-    units = [client.view(network_of).unit for client in clients]
+    units = [client.view(network_of) for client in clients]
     by_kind: dict[tuple[object, ...], list[int]] = {}
     for place, unit in enumerate(units):
         kind = (id(unit.declared), unit.X.shape[1:], unit.X.dtype, unit.y.shape[1:], unit.y.dtype)
@@ -191,8 +187,6 @@ class Weights:
     """
 
     def __init__(self, net: torch.nn.Module, W: Array, free: Places, dtype: torch.dtype, device: torch.device) -> None:
-        chosen = np.zeros(W.shape[1], dtype=bool)
-        chosen[free] = True
         self._slices, self._device = functional.parameter_slices(net), device
         self._shapes = {name: value.shape for name, value in net.named_parameters()}
         self._transposed = {
@@ -201,8 +195,8 @@ class Weights:
             if type(layer) is torch.nn.Linear
         }
         values = {name: self._cut(W, name, dtype) for name in self._slices}
-        self.moving = {name: value for name, value in values.items() if chosen[self._slices[name]].any()}
-        self._fixed = {name: self._shown(name, value) for name, value in values.items() if name not in self.moving}
+        self.moving = {name: values.pop(name) for name in functional.names_at(net, free)}
+        self._fixed = {name: self._shown(name, value) for name, value in values.items()}
         self._first: dict[int, tuple[list[torch.Tensor], State]] = {}
 
     def _cut(self, values: NDArray[np.generic], name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -223,11 +217,6 @@ class Weights:
             self._first[count] = list(leaves.values()), {**fixed, **shown}
         return self._first[count]
 
-    def client(self, k: int) -> State:
-        """Parameters of one client."""
-        moving = {name: self._shown(name, value)[k] for name, value in self.moving.items()}
-        return {**{name: value[k] for name, value in self._fixed.items()}, **moving}
-
     def like(self, values: Array) -> list[torch.Tensor]:
         """Flat vectors (K, d) cut like the moving parameters."""
         return [self._cut(values, name, value.dtype) for name, value in self.moving.items()]
@@ -240,6 +229,21 @@ class Weights:
         return moved
 
 
+def train_each(
+    units: Sequence[NetworkUnit],
+    W: Array,
+    free: Places,
+    settings: Training,
+    rngs: Rngs,
+    priors: Sequence[tuple[Array, Array]] | None = None,
+) -> tuple[Array, Flags]:
+    """`train_together` where there are several clients; alone, `train`, which raises `LocalFailure` for a flag."""
+    if len(units) > 1:
+        return train_together(stacked(units), W, free, settings, rngs, priors=priors)
+    w = train(units[0], W[0], free, settings, rngs[0], prior=None if priors is None else priors[0])
+    return w[None], np.ones(1, dtype=bool)
+
+
 def train_together(
     stack: Stack,
     W: Array,
@@ -250,7 +254,7 @@ def train_together(
     priors: Sequence[tuple[Array, Array]] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Array, Flags]:
-    """`fedppl.nn.train.train` at each client, from weights W (K, d), of which those in `free` move.
+    """`train` at each client, from weights W (K, d), of which those in `free` move.
 
     `priors` are means and precisions by client. Returns weights (K, d), and which clients' training succeeded; weights
     of the others are invalid.
@@ -278,23 +282,13 @@ def _trained(
     pulls: Pulls = None,
 ) -> tuple[Array, Flags]:
     """Weights (K, d) after all steps, and at which clients they stayed bounded and the loss did not rise far."""
-    before = losses(stack, weights, dtype)
     take_steps(stack, weights, settings, rngs, loss, pulls)
-    after = losses(stack, weights, dtype)
     trained, most = weights.result(W), GROWTH * (1.0 + np.max(np.abs(W), axis=1, initial=0.0))
+    before, after = (
+        np.array([loss_at(unit, w, dtype=dtype) for unit, w in zip(stack.units, each, strict=True)])
+        for each in (W, trained)
+    )
     return trained, (after <= before + RISE) & (np.max(np.abs(trained), axis=1, initial=0.0) <= most)
-
-
-def losses(stack: Stack, weights: Weights, dtype: torch.dtype) -> Array:
-    """Mean loss of each client on all of its rows, (K,)."""
-    buffers = functional.buffers_of(stack.net, dtype, stack.X.device)
-    values = np.empty(len(stack.units))
-    with torch.no_grad():
-        for k, unit in enumerate(stack.units):
-            rows = stack.client(k)
-            output = functional.call(stack.net, {**weights.client(k), **buffers}, stack.X[rows])
-            values[k] = float(unit.likelihood.mean(output, stack.y[rows]))
-    return values
 
 
 def take_steps(
@@ -349,18 +343,15 @@ def _epoch(stack: Stack, size: int, rngs: Rngs) -> Iterator[Minibatch]:
 # Heads, and the layers below them -------------------------------------------------------------------------------------
 
 
-def heads_rows(stack: Stack, head: Head, W: Array) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features (K, n, h) of clients' rows at weights W (K, D), and their outcomes; zeros follow a client's last row."""
-    body = without_head(copy.deepcopy(stack.net), head)
-    own = set(dict(body.named_parameters())) | set(dict(body.named_buffers()))
-    parts = []
-    with torch.no_grad():
-        for k, w in enumerate(W):
-            state = functional.state_of(stack.net, functional.tensor(w, torch.float32, stack.X.device))
-            parts.append(functional.call(body, {name: state[name] for name in own}, stack.X[stack.client(k)]))
-    outcomes_of = [stack.y[stack.client(k)] for k in range(len(W))]
+def heads_rows(
+    units: Sequence[NetworkUnit], head: Head, W: Array
+) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
+    """Features (K, n, h) of clients' rows at weights W (K, D), their outcomes and numbers; zeros follow a last row."""
+    body = without_head(copy.deepcopy(units[0].net), head)
+    parts = [features(unit, head, w, body=body) for unit, w in zip(units, W, strict=True)]
+    outcomes_of = [outcomes(unit, torch.float32) for unit in units]
     z, y = (torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (parts, outcomes_of))
-    return z, y
+    return z, y, np.array([len(rows) for rows in parts])
 
 
 def train_below_together(
@@ -375,7 +366,7 @@ def train_below_together(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Array, Flags]:
-    """`fedppl.nn.personal.train_below` at each client, for weights (K, D) and q (K, d).
+    """`train_below` at each client, for weights (K, D) and q (K, d).
 
     Returns weights (K, D), and at which clients the loss at the head's mean did not rise far: others train alone.
     """

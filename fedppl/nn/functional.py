@@ -12,7 +12,7 @@ import copy
 import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -36,11 +36,15 @@ _copies: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, torch.nn.Module]]
 _lock = threading.Lock()
 
 
+def cut(flat: Any, shapes: Mapping[Any, tuple[int, ...]]) -> dict[Any, Any]:
+    """Pieces of a flat vector, one after the other, in these shapes."""
+    ends = np.cumsum([0, *(int(np.prod(shape, dtype=int)) for shape in shapes.values())]).tolist()
+    return {key: flat[ends[i] : ends[i + 1]].reshape(shape) for i, (key, shape) in enumerate(shapes.items())}
+
+
 def pieces(net: torch.nn.Module, flat: torch.Tensor) -> dict[str, torch.Tensor]:
     """Cut a flat vector into the network's parameters, views of it."""
-    shapes = {name: value.shape for name, value in net.named_parameters()}
-    cut = torch.split(flat, [shape.numel() for shape in shapes.values()])
-    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), cut, strict=True)}
+    return cut(flat, {name: value.shape for name, value in net.named_parameters()})
 
 
 def parameter_slices(net: torch.nn.Module) -> dict[str, slice]:
@@ -52,10 +56,16 @@ def parameter_slices(net: torch.nn.Module) -> dict[str, slice]:
     return slices
 
 
-def cut(flat: Any, shapes: Mapping[Any, tuple[int, ...]]) -> dict[Any, Any]:
-    """Pieces of a flat vector, one after the other, in these shapes."""
-    ends = np.cumsum([0, *(int(np.prod(shape, dtype=int)) for shape in shapes.values())]).tolist()
-    return {key: flat[ends[i] : ends[i + 1]].reshape(shape) for i, (key, shape) in enumerate(shapes.items())}
+def positions(net: torch.nn.Module, names: Iterable[str]) -> Places:
+    """Where the parameters of these names, in their order, lie in the flat vector."""
+    slices = parameter_slices(net)
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(np.r_[slices[name]] for name in names)])
+
+
+def names_at(net: torch.nn.Module, places: Places) -> list[str]:
+    """Names of the parameters that have some of these places of the flat vector."""
+    chosen = np.isin(np.arange(size_of(net)), places)
+    return [name for name, at in parameter_slices(net).items() if chosen[at].any()]
 
 
 def reason(error: Exception) -> str:
@@ -79,27 +89,22 @@ def require_pure(net: Any) -> None:
     require_module(net)
     if not size_of(net):
         raise DeclarationError(f"the network {type(net).__name__} has no parameters, so there is nothing to infer.")
-    frozen = [name for name, value in net.named_parameters() if not value.requires_grad]
-    if frozen:
+    if frozen := [name for name, value in net.named_parameters() if not value.requires_grad]:
         raise DeclarationError(
-            f"parameters {frozen} are frozen (requires_grad=False), and every parameter is a free variable of the "
-            "model. Call requires_grad_(True), or make what is fixed a buffer."
+            f"parameters {frozen} are frozen; call requires_grad_(True), or make what is fixed a buffer."
         )
     if unreal := [name for name, value in net.named_parameters() if not value.is_floating_point()]:
         raise DeclarationError(f"parameters {unreal} are no real numbers, and weights of a model are; use real layers.")
     for name, layer in net.named_modules():
+        kind = type(layer).__name__
         random = isinstance(layer, torch.nn.modules.dropout._DropoutNd) and layer.p > 0
         if layer.training and (random or next(layer.buffers(recurse=False), None) is not None):
-            what = "draws at random" if random else "changes its buffers"
             raise DeclarationError(
-                f"layer {name or type(layer).__name__!r} ({type(layer).__name__}) {what} in training mode. Call "
-                "net.eval() before you declare the model, or use a layer without state (torch.nn.GroupNorm)."
+                f"layer {name or kind!r} ({kind}) {'draws at random' if random else 'changes its buffers'} in training "
+                "mode; call net.eval() first, or use a layer without state (torch.nn.GroupNorm)."
             )
         if getattr(layer, "sparse", False) is True and isinstance(layer, _EMBEDDINGS):
-            raise DeclarationError(
-                f"layer {name or type(layer).__name__!r} ({type(layer).__name__}) has sparse=True, and its gradients "
-                "fit neither steps nor curvatures; make it with sparse=False, which gives the same output."
-            )
+            raise DeclarationError(f"layer {name or kind!r} ({kind}) has sparse=True; make it with sparse=False.")
 
 
 def copy_of(net: torch.nn.Module) -> torch.nn.Module:
@@ -115,9 +120,8 @@ def copy_of(net: torch.nn.Module) -> torch.nn.Module:
                 cached = _copies[net] = digest, copy.deepcopy(net)
             except Exception as error:  # each attribute has exceptions of its own
                 raise DeclarationError(
-                    f"the network {type(net).__name__} cannot be copied ({reason(error)}), and each thread has its own "
-                    "copy. Keep locks, files and generators out of its attributes, and compute in forward what follows "
-                    "from parameters; torch.nn.utils.parametrizations.weight_norm replaces torch.nn.utils.weight_norm."
+                    f"the network {type(net).__name__} cannot be copied ({reason(error)}). Keep locks, files and "
+                    "generators out of its attributes, and what parameters give too: use torch.nn.utils.parametrizations."
                 ) from error
         return cached[1]
 
@@ -139,10 +143,17 @@ def _key(value: Any, above: frozenset[int]) -> Any:
     identity = type(value).__qualname__, id(value)
     if isinstance(value, int | float | complex | str | bytes | None):
         return repr(value)
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        return _array_key(value, identity)
     if isinstance(value, torch.nn.Module | type | ModuleType | FunctionType | MethodType) or id(value) in above:
         return identity
+    if isinstance(value, torch.Tensor):
+        try:
+            dense = value if value.layout is torch.strided else value.to_dense()
+            value = host(torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense)
+        except (RuntimeError, NotImplementedError):  # no values, as on "meta", or a kind that torch cannot read
+            return identity
+    if isinstance(value, np.ndarray | np.generic):
+        digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+        return identity if value.dtype == object else (value.dtype.str, np.shape(value), digest)
     above = above | {id(value)}
     if isinstance(value, Mapping):
         return {repr(key): _key(item, above) for key, item in value.items()}
@@ -151,19 +162,6 @@ def _key(value: Any, above: frozenset[int]) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(repr(_key(item, above)) for item in value)
     return (*identity, _key(vars(value), above)) if hasattr(value, "__dict__") else identity
-
-
-def _array_key(value: Any, identity: tuple[str, int]) -> Any:
-    """A key of an array: type, shape and digest of its numbers."""
-    try:
-        if isinstance(value, torch.Tensor):
-            dense = value if value.layout is torch.strided else value.to_dense()
-            value = host(torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense)
-    except (RuntimeError, NotImplementedError):  # no values, as on "meta", or a kind that torch cannot read
-        return identity
-    if value.dtype == object:
-        return identity
-    return value.dtype.str, np.shape(value), hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
 
 
 def own_copy(net: torch.nn.Module) -> torch.nn.Module:
@@ -273,25 +271,23 @@ _WITHOUT_FLOAT64 = ("mps",)
 
 def device_for(net: torch.nn.Module, device: Any) -> torch.device:
     """The given device, or else the network's; refused are others, missing ones, and a network on several."""
+    subject = f"device={str(device)!r}"
     if device is None:
         devices = list(dict.fromkeys(value.device for value in net.parameters()))
         if len(devices) > 1:
             raise DeclarationError(
-                f"the network's parameters are on {[str(place) for place in devices]}, and a client computes on one; "
-                'move it by net.to("cpu"), or say device="cpu".'
+                f"the network's parameters are on {[str(place) for place in devices]}, and must be on one device; move "
+                'it by net.to("cpu"), or say device="cpu".'
             )
-        chosen, subject = devices[0], f"the network is on {str(devices[0])!r}, and it"
-    else:
-        subject = f"device={str(device)!r}"
-        try:
-            if not isinstance(device, str | torch.device):
-                raise TypeError(type(device).__name__)
-            chosen = torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise DeclarationError(
-                f'{subject} must be a device of torch, "cpu", "cuda", "cuda:1" or "mps" for example; leave it out for '
-                "the one that the network is on."
-            ) from error
+        device, subject = devices[0], f"the network is on {str(devices[0])!r}, and it"
+    try:
+        if not isinstance(device, str | torch.device):
+            raise TypeError(type(device).__name__)
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeclarationError(
+            f'{subject} must be a device of torch, such as "cpu", "cuda" or "mps"; leave it out for the network\'s.'
+        ) from error
     if chosen.type == "cpu":
         return CPU
     try:  # a transfer there and back proves more than torch's own list of devices
@@ -300,8 +296,8 @@ def device_for(net: torch.nn.Module, device: Any) -> torch.device:
             raise ArithmeticError(f"1 + 1 comes back as {back:g}")
     except Exception as error:  # each device has exceptions of its own
         raise DeclarationError(
-            f"{subject} cannot be used on this machine ({reason(error)}). Devices differ between clients; take "
-            'device="cpu" here, or \'"cuda" if torch.cuda.is_available() else "cpu"\', or install a torch that has it.'
+            f'{subject} cannot be used on this machine ({reason(error)}); take device="cpu" here, '
+            'or \'"cuda" if torch.cuda.is_available() else "cpu"\'.'
         ) from error
     return probe.device  # with its number
 
@@ -311,18 +307,13 @@ def placed(device: torch.device, dtype: torch.dtype) -> torch.device:
     return CPU if dtype == torch.float64 and device.type in _WITHOUT_FLOAT64 else device
 
 
-def factored_on(device: torch.device) -> torch.device:
-    """The place where matrices are factored: not every torch factors and inverts them on "mps"."""
-    return CPU if device.type in _WITHOUT_FLOAT64 else device
-
-
 def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Real numbers in this type; whole numbers as they are."""
     return value.to(dtype) if value.is_floating_point() else value
 
 
 def moved(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`cast`, on this device, in an order that needs no type which a device lacks."""
+    """`cast`, on this device, in an order that needs no type that a device lacks."""
     return cast(value.to(device), dtype) if device.type == "cpu" else cast(value, dtype).to(device)
 
 

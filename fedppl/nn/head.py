@@ -8,12 +8,11 @@ The outputs are linear in the head's weights v, so that the features z are compu
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-import numpy as np
 import torch
 
-from fedppl.nn.functional import Places, by_parts, call
+from fedppl.nn.functional import Places, by_parts, call, reason
 from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, DeclarationError
@@ -31,35 +30,38 @@ class Head(NamedTuple):
     outputs: int
 
 
-def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Places, w: Array) -> Head:
-    """The layer that has these parameters, a linear one whose output is the network's."""
+def head_of(unit: NetworkUnit, names: tuple[str, ...]) -> Head:
+    """The layer that has these parameters, a linear one whose output is the network's; checked once a network."""
+    if names in unit.heads:
+        return cast(Head, unit.heads[names])
     if unit.declared.unknowns:
         raise DeclarationError(
             f"{list(unit.declared.unknowns)} of the likelihood are unknown, and this algorithm computes a head alone; "
-            "declare constants in their place, or use fedppl.nn.FedSI or fedppl.nn.FedAvg."
+            "declare constants, or use fedppl.nn.FedSI or fedppl.nn.FedAvg."
         )
-    owners = {name.rpartition(".")[0] for name in names}
+    places, owners = unit.places(names), {name.rpartition(".")[0] for name in names}
     layer = next(iter(owners))
     module = unit.net.get_submodule(layer) if len(owners) == 1 else None
     if not isinstance(module, torch.nn.Linear) or len(names) != len(list(module.parameters())):
         raise DeclarationError(
             f"head={names!r} must be all parameters of one torch.nn.Linear; the network has {list(unit.names)}."
         )
-    size = module.weight.numel()
+    size, w, X = module.weight.numel(), unit.initial, unit.X[:_LOOKED_AT]
     head = Head(layer, places, slice(0, size), slice(size, len(places)), module.out_features)
-    v, ours, why = unit.tensor(np.asarray(w, dtype=float)[places], torch.float64), None, ""
+    v, ours, why = unit.tensor(w[places], torch.float64), None, ""
     with torch.no_grad():
-        output = call(unit.net, unit.state(w, torch.float64), unit.tensor(unit.X[:_LOOKED_AT], torch.float64))
+        output = call(unit.net, unit.state(w, torch.float64), unit.tensor(X, torch.float64))
         try:
-            z = features(unit, head, w, X=unit.X[:_LOOKED_AT], dtype=torch.float64)
+            z = features(unit, head, w, X=X, dtype=torch.float64)
             ours = logits(head, z[None], v[None, None])[0, 0].mT
         except Exception as error:  # each network has exceptions of its own
-            why = f" ({type(error).__name__}: {error})"
+            why = f" ({reason(error)})"
     if ours is None or output.shape != ours.shape or not torch.allclose(output, ours, rtol=1e-9, atol=1e-9):
         raise DeclarationError(
             f"head={names!r} is not the network's last layer, or cannot be taken off it{why}. Name the linear layer "
             "that forward calls last, once, on a matrix, and put a softmax into the likelihood (logit_p=)."
         )
+    unit.heads[names] = head
     return head
 
 
@@ -73,10 +75,16 @@ def without_head(net: torch.nn.Module, head: Head) -> torch.nn.Module:
 
 
 def features(
-    unit: NetworkUnit, head: Head, w: Array, *, X: Array | None = None, dtype: torch.dtype = torch.float32
+    unit: NetworkUnit,
+    head: Head,
+    w: Array,
+    *,
+    X: Array | None = None,
+    body: torch.nn.Module | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The head's inputs (n, h) for the client's rows, or for X."""
-    body = without_head(copy.deepcopy(unit.net), head)
+    """The head's inputs (n, h) for the client's rows, or for X, by the network without it, `body`."""
+    body = without_head(copy.deepcopy(unit.net), head) if body is None else body
     own = {name for name, _ in (*body.named_parameters(), *body.named_buffers())}
     state = {name: value for name, value in unit.state(w, dtype).items() if name in own}
     with torch.no_grad():

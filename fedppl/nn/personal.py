@@ -13,13 +13,28 @@ from fedppl.nn.functional import Places, call, generator_of, gradients, host, pa
 from fedppl.nn.head import Head, expected_loss, features, head_slopes, without_head
 from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.subnet import Subnetwork, along, chunks
-from fedppl.nn.train import RISE, Leaves, Training, arranged, batches, loss_at, optimizer_of, require_bounded, take_step
+from fedppl.nn.train import (
+    RISE,
+    Leaves,
+    Training,
+    arranged,
+    batches,
+    loss_at,
+    optimizer_of,
+    require_bounded,
+    require_no_rise,
+    take_step,
+)
 from fedppl.nn.unit import NetworkUnit, outcomes, outputs
 from fedppl.types import Array, LocalFailure
 
 _DIFFERENCE = 1e-2  # of weights, for a product with the Hessian
 _DRAWS = 32  # of all weights, to check that a bound fell
 _Normals = tuple[tuple[Array, Array], tuple[Array, Array]]  # means and sds of q, and of p
+
+
+def _rows(unit: NetworkUnit, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
 
 
 def _loss(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -50,8 +65,7 @@ def meta_steps(
     The three gradients are of three batches; δ is 0.01. F tells divergence: f itself may rise far on the
     way to weights that are good after a step.
     """
-    X, y = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
-    flat = unit.tensor(np.array(w), dtype)
+    (X, y), flat = _rows(unit, dtype), unit.tensor(np.array(w), dtype)
     before = _ahead(unit, flat, X, y, inner_rate)
     for batch in batches(len(X), steps, rng):
         second, third = (torch.from_numpy(rng.choice(len(X), len(batch), replace=False)) for _ in range(2))
@@ -91,7 +105,7 @@ def further_gain(unit: NetworkUnit, start: Array, end: Array, prior: tuple[Array
 
     Means m and precisions p of a prior are those of the weights at `free`.
     """
-    X, y = arranged(unit.net, unit.tensor(unit.X, torch.float32)), outcomes(unit, torch.float32)
+    X, y = _rows(unit, torch.float32)
     slope = host(_slope(unit, unit.tensor(np.array(end), torch.float32), X, y))[free]
     if prior is not None:
         slope = slope + prior[1] * (end[free] - prior[0]) / len(X)
@@ -115,9 +129,9 @@ def moreau_steps(
     by `inner` = (rate, number) gradient steps on one batch from w, which take the quadratic exactly: a step of rate p
     on f and then the proximal map of the quadratic. Returns w and the last θ.
     """
-    X, y = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
-    start = flat = theta = centre = unit.tensor(np.array(w), dtype)
-    rows, labels = X, y
+    X, y = rows, labels = _rows(unit, dtype)
+    flat = theta = centre = unit.tensor(np.array(w), dtype)
+    at_start = loss_at(unit, host(flat))
     for batch in batches(len(X), steps, rng):
         rows, labels, centre = taken(X, batch), taken(y, batch), flat
         theta, (rate, count) = centre, inner
@@ -129,11 +143,10 @@ def moreau_steps(
     with torch.no_grad():
         after = float(_loss(unit, theta, rows, labels) + 0.5 * lam * torch.sum((theta - centre) ** 2))
         before = float(_loss(unit, centre, rows, labels))
-    if not after <= before + RISE:
-        raise LocalFailure("training raised the loss instead of lowering it; lower inner_rate=")
+    require_no_rise(after - before, "inner_rate=")
     ended = host(flat)
-    if not np.all(np.isfinite(ended)) or not loss_at(unit, ended) <= loss_at(unit, host(start)) + RISE:
-        raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate= or inner_rate=")
+    rise = loss_at(unit, ended) - at_start if np.all(np.isfinite(ended)) else np.inf
+    require_no_rise(rise, "learning_rate= or inner_rate=")
     return ended, host(theta)
 
 
@@ -158,8 +171,7 @@ def bayes_steps(
     q starts at `start`, or at p; p is fixed without `follow`. Returns means and sds of q and of p. Steps have diverged
     where both the loss at the mean of q and the first objective rose far.
     """
-    X, y = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
-    source = generator_of(rng)
+    (X, y), source = _rows(unit, dtype), generator_of(rng)
 
     def raw(pair: tuple[Array, Array]) -> list[torch.Tensor]:
         middle, spread = (np.array(value, dtype=float) for value in pair)
@@ -168,7 +180,7 @@ def bayes_steps(
 
     q, p = raw((mean, sd) if start is None else start), raw((mean, sd))
     optimizers = [optimizer_of(pair, steps.learning_rate, None) for pair in (q, p)]
-    started, strength = _normals(q, p), weight / len(X)
+    started, strength = (_normal(q), _normal(p)), weight / len(X)
     with torch.no_grad():
         spread, width = (torch.nn.functional.softplus(pair[1]) for pair in (q, p))
         for batch in batches(len(X), steps, rng):
@@ -189,21 +201,18 @@ def bayes_steps(
                 of_width = strength / width - inverse / width * (spread**2 + apart**2)
                 _step(optimizers[1], p, -inverse * apart, of_width)
                 width = torch.nn.functional.softplus(p[1])
-    ended = _normals(q, p)
+    ended = _normal(q), _normal(p)
     if not all(np.all(np.isfinite(value)) for pair in ended for value in pair):
         raise LocalFailure("a posterior is not finite; lower learning_rate=")
     # q moves towards p, whose loss may be far higher, and to weights robust to noise; p follows q, whatever its loss.
-    after, before = loss_at(unit, ended[0][0]), max(loss_at(unit, middle) for middle, _ in started)
-    if not after <= before + RISE and not _bound(unit, ended, strength) <= _bound(unit, started, strength) + RISE:
-        raise LocalFailure("training raised the bound instead of lowering it; lower learning_rate=")
+    if not loss_at(unit, ended[0][0]) - max(loss_at(unit, middle) for middle, _ in started) <= RISE:
+        rise = _bound(unit, ended, strength) - _bound(unit, started, strength)
+        require_no_rise(rise, "learning_rate=", "bound")
     return ended
 
 
-def _normals(q: list[torch.Tensor], p: list[torch.Tensor]) -> _Normals:
-    q_normal, p_normal = (
-        (host(pair[0]).copy(), host(torch.nn.functional.softplus(pair[1].detach()))) for pair in (q, p)
-    )
-    return q_normal, p_normal
+def _normal(pair: list[torch.Tensor]) -> tuple[Array, Array]:
+    return host(pair[0]).copy(), host(torch.nn.functional.softplus(pair[1].detach()))
 
 
 def _bound(unit: NetworkUnit, both: _Normals, strength: float) -> float:
@@ -244,33 +253,6 @@ def softplus_backwards(sd: Array) -> torch.Tensor:
     return torch.where(value > 20, value, torch.log(torch.expm1(value)))
 
 
-def head_posterior(
-    unit: NetworkUnit,
-    head: Head,
-    z: torch.Tensor,
-    start: tuple[Array, Array],
-    centre: Array,
-    confidence: float,
-    steps: HeadSteps,
-    rng: np.random.Generator,
-) -> tuple[Array, Array]:
-    r"""Move q towards the variational posterior under N(w, I / τ).
-
-    .. math:: -\frac1{nK} \sum_k \log p(y \mid v_k) + \frac1n \Big[\tfrac\tau2 (\lVert \sigma \rVert^2 +
-              \lVert \mu - w \rVert^2) - \sum_i \log \sigma_i\Big]
-
-    Features are z (n, h); μ and σ, (d,) each, start at `start` and are returned; w (d,) is the `centre` and τ the
-    `confidence`. Raises `LocalFailure` where steps diverge.
-    """
-    rows, of_one = (z[None], outcomes(unit, z.dtype)[None], np.array([len(z)])), (start[0][None], start[1][None])
-    mean, sd, finite = head_posteriors(
-        unit.likelihood, head, rows, of_one, centre[None], np.array([confidence]), steps, [rng]
-    )
-    if not finite[0]:
-        raise LocalFailure("the head's posterior is not finite; lower head_rate=")
-    return mean[0], sd[0]
-
-
 def head_posteriors(
     likelihood: Likelihood,
     head: Head,
@@ -281,9 +263,13 @@ def head_posteriors(
     steps: HeadSteps,
     rngs: Sequence[np.random.Generator],
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
-    """`head_posterior` at K clients: μ and σ, (K, d) each, and which are finite.
+    r"""Move q of K clients towards the variational posteriors of their heads under N(w, I / τ).
 
-    Given are `rows`: features (K, n, h), outcomes and numbers of rows (K,); μ and σ at the start; w (K, d); τ (K,).
+    .. math:: -\frac1{nK} \sum_k \log p(y \mid v_k) + \frac1n \Big[\tfrac\tau2 (\lVert \sigma \rVert^2 +
+              \lVert \mu - w \rVert^2) - \sum_i \log \sigma_i\Big]
+
+    Given are `rows`: features (K, n, h), outcomes and numbers of rows (K,); μ and σ (K, d) each, where they start;
+    w (K, d), the `centres`, and τ (K,), the `confidences`. Returns μ and σ, and which clients' are finite.
     """
     z, y, counts = rows
     dtype, place = z.dtype, z.device
@@ -336,26 +322,22 @@ def train_below(
     Raises `LocalFailure` if the loss is not finite, or rose far at the head's mean and under draws of it.
     """
     flat = np.asarray(w, dtype=float)
-    leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
-    X, y = arranged(leaves.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
+    leaves = Leaves(unit, flat, below, dtype)
     mean, spread = (unit.tensor(np.asarray(value, dtype=float), dtype) for value in q)
     optimizer = optimizer_of(leaves.moving, settings.learning_rate, settings.momentum)
     body = without_head(leaves.net, head)
     noise = head_noise(draws, len(mean), generator_of(rng), dtype)
     with torch.enable_grad():
-        for batch in batches(len(X), settings, rng):
-            z, v = body(taken(X, batch)), mean + spread * next(noise).to(mean.device)
-            take_step(optimizer, leaves, expected_loss(unit, head, z, taken(y, batch), v))
+        for batch in batches(len(leaves.X), settings, rng):
+            z, v = body(taken(leaves.X, batch)), mean + spread * next(noise).to(mean.device)
+            take_step(optimizer, leaves, expected_loss(unit, head, z, taken(leaves.y, batch), v))
     trained = require_bounded(leaves.result(flat), flat)
-    after, before = (loss_at(unit, weights, dtype=dtype) for weights in (trained, flat))
-
-    def expected(w: Array) -> float:  # the objective, under draws that are the same at every call
+    if not loss_at(unit, trained, dtype=dtype) - loss_at(unit, flat, dtype=dtype) <= RISE:
         drawn = torch.randn(_FEW, len(mean), generator=torch.Generator().manual_seed(0), dtype=dtype).to(mean.device)
-        with torch.no_grad():
-            return float(expected_loss(unit, head, features(unit, head, w, dtype=dtype), y, mean + spread * drawn))
-
-    if not after <= before + RISE and not expected(trained) <= expected(flat) + RISE:
-        raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate=")
+        with torch.no_grad():  # the objective, under the same draws
+            zs = (features(unit, head, weights, dtype=dtype) for weights in (trained, flat))
+            after, before = (float(expected_loss(unit, head, z, leaves.y, mean + spread * drawn)) for z in zs)
+        require_no_rise(after - before, "learning_rate=")
     return trained
 
 
@@ -369,10 +351,9 @@ def log_densities(unit: NetworkUnit, q: Subnetwork, count: int, rng: np.random.G
     deviations, density = unit.tensor(q.deviations(count, rng), torch.float64), np.zeros(count)  # (count, s)
     at, y, first = outputs(unit, q.weights, unit.X), outcomes(unit, torch.float64), 0
     for part in chunks(unit, q.weights, q.places, torch.float64, X=unit.X):
-        wide = (part.slope if part.rest is None else part.rest).shape[:2]
-        rows = slice(first, first + wide[0])
-        first += wide[0]
-        middle, move = at[rows].reshape(wide), along(part, len(q.places))
+        rows = slice(first, first + len(part.rest))
+        first = rows.stop
+        middle = at[rows].reshape(part.rest.shape[:2])
         for draw in range(count):
-            density[draw] += unit.likelihood.log_density(middle + move(deviations[draw]), y[rows])
+            density[draw] += unit.likelihood.log_density(middle + along(part, deviations[draw]), y[rows])
     return density

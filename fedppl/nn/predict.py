@@ -143,8 +143,8 @@ def network(fit: Fit) -> torch.nn.Module:
             "no client of this fit is here: they are sites of their own, or the fit was loaded without clients=. Load "
             "with fedppl.load(path, model, algorithm, clients=...), or put fit.estimate into your network."
         )
-    own = next(iter(fit.clients.values())).view(network_of)
-    return own.unit.loaded(own.at(shared.estimate(fit.state)))
+    unit = next(iter(fit.clients.values())).view(network_of)
+    return unit.loaded(unit.weights(shared.estimate(fit.state)))
 
 
 def predict(
@@ -221,11 +221,10 @@ def predict(
     one_of("link", link, LINKS)
     ci_prob, draws = between("ci_prob", ci_prob, 0, 1), whole("draws", draws)
     own = client if isinstance(client, Own) else personalise(fit, client, random_seed=random_seed)
-    unit = own.client.view(network_of).unit
+    unit = own.client.view(network_of)
     if isinstance(inputs, pd.DataFrame):
         inputs = new_inputs(fit.declaration, cast(ClientModel, own.client), inputs)
-    X, rng = unit.at(inputs), stream((seed, 3))
-    others = unit.others(inputs) if isinstance(unit.likelihood, Declared) else {}
+    (X, others), rng = unit.inputs(inputs), stream((seed, 3))
     if wrong := {name: len(value) for name, value in others.items() if value.ndim and len(value) != len(X)}:
         raise DataError(f"new inputs have {len(X)} rows, and {wrong}; give as many rows of each.")
     blocks = []

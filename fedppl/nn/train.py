@@ -9,7 +9,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fedppl.nn.functional import Places, by_parts, call, cast, gradients, host, parameter_slices, pieces, taken, tensor
+from fedppl.nn.functional import (
+    Places,
+    by_parts,
+    call,
+    cast,
+    gradients,
+    host,
+    names_at,
+    parameter_slices,
+    pieces,
+    taken,
+    tensor,
+)
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
@@ -50,15 +62,15 @@ def train(
     another prior, of local weights. Raises `LocalFailure`, naming the setting `rate`, if the loss ends far above its
     start, alone and with the priors' part, or is not finite.
     """
-    flat, where = np.asarray(w, dtype=float), np.asarray(free, dtype=np.int64)
-    leaves = Leaves(unit, flat, where, dtype)
-    (net, X), y = _upper_layers(leaves.net, arranged(leaves.net, unit.tensor(unit.X, dtype))), outcomes(unit, dtype)
+    flat = np.asarray(w, dtype=float)
+    leaves = Leaves(unit, flat, free, dtype)
+    (net, X), y = _upper_layers(leaves.net, leaves.X), leaves.y
 
     def loss_of_all() -> float:
         with torch.no_grad():  # a layer in place would overwrite the inputs
             return float(unit.likelihood.mean(by_parts(net, lambda rows: net(rows.clone()), X), y))
 
-    pulls = pulls_of(leaves.split, flat, where, prior, len(X), linear)
+    pulls = pulls_of(leaves.split, flat, free, prior, len(X), linear)
     optimizer = optimizer_of(leaves.moving, settings.learning_rate, settings.momentum)
     before = loss_of_all()
     with torch.enable_grad():
@@ -68,13 +80,19 @@ def train(
                 loss = loss + penalty(leaves.at(unit.local_at)) / len(X)
             take_step(optimizer, leaves, loss, pulls)
     after, trained = loss_of_all(), leaves.result(flat)
-    rise = after - before
+    # With a correction the loss may rise, to a finite value.
+    rise = 0.0 if linear is not None and np.isfinite(after) else after - before
     if linear is None and not rise <= RISE:
-        prior_after, prior_before = (_prior_loss(unit, w, where, prior, penalty) for w in (trained, flat))
+        prior_after, prior_before = (_prior_loss(unit, w, free, prior, penalty) for w in (trained, flat))
         rise = rise + (prior_after - prior_before) / len(X)  # a better prior may offset a higher loss
-    if not (rise <= RISE if linear is None else np.isfinite(after)):
-        raise LocalFailure(f"training raised the loss instead of lowering it; lower {rate}=")
+    require_no_rise(rise, f"{rate}=")
     return require_bounded(trained, flat, rate)
+
+
+def require_no_rise(rise: float, rates: str, what: str = "loss") -> None:
+    """Raises `LocalFailure` where training raised the loss of a row far, or to what is no number."""
+    if not rise <= RISE:
+        raise LocalFailure(f"training raised the {what} instead of lowering it; lower {rates}")
 
 
 def _prior_loss(
@@ -96,13 +114,13 @@ def require_bounded(weights: Array, start: Array, rate: str = "learning_rate") -
 
 
 class Leaves:
-    """A copy of a network, `net`, of whose parameters the `moving` ones, with weights at `free`, require gradients."""
+    """A copy of a network, `net`, of whose parameters the `moving` ones, with weights at `free`, require gradients.
+
+    With the client's rows X and outcomes y.
+    """
 
     def __init__(self, unit: NetworkUnit, w: Array, free: Places, dtype: torch.dtype) -> None:
-        self._slices = parameter_slices(unit.net)
-        chosen = np.zeros(len(w), dtype=bool)
-        chosen[free] = True
-        self._names = [name for name, at in self._slices.items() if chosen[at].any()]
+        self._slices, self._names = parameter_slices(unit.net), names_at(unit.net, free)
         self.net, place = copy.deepcopy(unit.net), unit.place(dtype)
         if any(value.device != place for value in self.net.parameters()):
             self.net.to("cpu").to(dtype).to(place)  # in this order: "mps" takes no float64
@@ -113,6 +131,7 @@ class Leaves:
         for buffer in self.net.buffers():
             buffer.data = cast(buffer.data, dtype)
         self.moving: list[torch.Tensor] = [self.net.get_parameter(name) for name in self._names]
+        self.X, self.y = arranged(self.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
 
     def split(self, values: Array) -> list[torch.Tensor]:
         """A flat vector (d,) cut as the moving parameters are."""

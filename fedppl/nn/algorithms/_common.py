@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,11 +14,14 @@ from numpy.random import Generator
 from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import KeptLocal, average, fitting_local, not_counted, root_mean_square_change
 from fedppl.contracts import (
+    Batch,
     CheckFn,
+    ClientUpdate,
     ClientView,
     Disclosure,
     Draws,
     Needs,
+    Part,
     Point,
     Received,
     Replies,
@@ -26,14 +29,21 @@ from fedppl.contracts import (
     Result,
     always,
 )
+from fedppl.contracts.client import BatchFn
 from fedppl.local.target import at_points
+from fedppl.nn.batch import groups
 from fedppl.nn.functional import call, gradients, hooked, host, parts_of
+from fedppl.nn.head import head_of
 from fedppl.nn.personal import further_gain
 from fedppl.nn.train import GROWTH, Training, train
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import NetworkResult, Own, PersonaliseFn, network_of
 from fedppl.settings import between, positive, whole
 from fedppl.types import Array, DeclarationError, Layout, Message
+
+logger = logging.getLogger(__name__)
+S = TypeVar("S")
+P = TypeVar("P")
 
 
 class Tuning(NamedTuple):
@@ -77,36 +87,31 @@ def tuning_rule(tune: Any, rate: float, epochs: int, batch_size: int, *, momentu
 
 def check_network(client: ClientView, algorithm: str, *trained: str | tuple[str, ...] | None) -> None:
     """Refuse models without a network, shared priors that are not independent normals, and unknown names."""
-    network = client.view(network_of)
-    _check_prior(client.layout, network.unit.declared.shared_kinds, algorithm)
-    for which in trained:
-        if which is not None:
-            network.places(which)
-
-
-def check_unknowns(client: ClientView, algorithm: str, *trained: str | tuple[str, ...]) -> None:
-    """Refuse local unknowns of the likelihood that no round trains, which would keep their start."""
-    network = client.view(network_of)
-    names = {v.name for v in client.local} & set(network.unit.declared.unknowns)
-    reached = set(np.concatenate([np.zeros(0, int), *(network.places(which) for which in trained)]))
-    if untrained := [name for name in sorted(names) if not set(network.places((name,))) <= reached]:
-        raise DeclarationError(
-            f"{untrained} of the likelihood are unknown and local, and no round of {algorithm} trains them; name them "
-            "in FederatedModel(shared=...), declare constants, or use fedppl.nn.FedAvg with phases= that train them."
-        )
-
-
-def _check_prior(layout: Layout, kinds: Mapping[str, str], algorithm: str) -> None:
-    """Refuse a prior that is not independent normal, since only its mean and variances would be used."""
+    unit = client.view(network_of)
+    layout, kinds = client.layout, unit.declared.shared_kinds
     wrong = [name for name, kind in kinds.items() if kind not in ("normal", "lognormal")] or list(kinds)
     if layout.prior_is_gaussian:
         wrong = _correlated(layout)
     if wrong:
         raise DeclarationError(
             f"the prior of {', '.join(f'{name!r} ({kinds[name]})' for name in wrong)} is not one of independent "
-            f"normals, and {algorithm} has no use for any other. Declare shared weights by pm.Normal with constant "
-            "parameters, as fedppl.nn.parameters does, and unknowns of the likelihood by pm.Normal, or pm.LogNormal "
-            "for a scale or a step between cut points."
+            f"normals, which {algorithm} needs. Declare shared weights by fedppl.nn.parameters or pm.Normal, and "
+            "unknowns of the likelihood by pm.Normal, or pm.LogNormal for a scale or a step between cut points."
+        )
+    for which in trained:
+        if which is not None:
+            unit.places(which)
+
+
+def check_unknowns(client: ClientView, algorithm: str, *trained: str | tuple[str, ...]) -> None:
+    """Refuse local unknowns of the likelihood that no round trains, which would keep their start."""
+    unit = client.view(network_of)
+    names = {v.name for v in client.local} & set(unit.declared.unknowns)
+    reached = set(np.concatenate([np.zeros(0, int), *(unit.places(which) for which in trained)]))
+    if untrained := [name for name in sorted(names) if not set(unit.places((name,))) <= reached]:
+        raise DeclarationError(
+            f"{untrained} of the likelihood are unknown and local, and no round of {algorithm} trains them; name them "
+            "in FederatedModel(shared=...), declare constants, or use fedppl.nn.FedAvg with phases= that train them."
         )
 
 
@@ -149,9 +154,29 @@ def whole_network(algorithm: str, head: tuple[str, ...] | None = None) -> Needs:
                 "and unknowns in FederatedModel(shared=...), or use fedppl.nn.FedAvg or fedppl.nn.FedSI."
             )
         if head is not None:
-            client.view(network_of).head(head)
+            head_of(client.view(network_of), head)
 
     return needs(check)
+
+
+def batch_of(updates: BatchFn[P], unreported: BatchFn[P] | None = None) -> Batch[P]:
+    """The functions of one client, and of clients with one network, by those of a group, which may be one client.
+
+    Of one client alone they raise `LocalFailure` where they would give None.
+    """
+
+    def alone(of_group: BatchFn[P], *part: Any) -> ClientUpdate[P]:
+        (update,) = of_group([Part(*part)])
+        assert update is not None
+        return update
+
+    def unreported_alone(client: ClientView, personal: P | None, message: Message, rng: Generator) -> Any:
+        assert unreported is not None
+        update = alone(unreported, client, personal, message, rng)
+        return update.personal, update.info
+
+    update_client = functools.partial(alone, updates)
+    return Batch(update_client, unreported and unreported_alone, groups, updates, unreported)
 
 
 # The rows for which a network's units are open, which a site checks before it replies with weights or gradients -------
@@ -165,9 +190,8 @@ def open_rows(client: Any, phi: Array) -> list[Array]:
     training then reveals this row. Inputs of linear layers are further arrays: a row in which an input is 0 does not
     move the input's weights either.
     """
-    network = client.view(network_of)
-    unit, w = network.unit, network.at(phi)
-    rng = torch.Generator().manual_seed(0)
+    unit, rng = client.view(network_of), torch.Generator().manual_seed(0)
+    w = unit.weights(phi)
     parts = [_open_rows_of(unit, w, unit.X[rows], rng) for rows in parts_of(unit.net, unit.X.shape)]
     return [np.concatenate(layer) for layer in zip(*parts, strict=True)]
 
@@ -289,9 +313,6 @@ AT_MEAN = Disclosure(functools.partial(at_points, name="mean"), by_row=open_rows
 
 # A client's own network when the rounds are over, and draws of it -----------------------------------------------------
 
-logger = logging.getLogger(__name__)
-S = TypeVar("S")
-P = TypeVar("P")
 _MOST = 100_000_000  # numbers in one array of draws
 _SHORT = 0.1  # nats a row, above which as many steps of fine-tuning again would gain too much
 
@@ -313,7 +334,7 @@ def network_result(
                 f"{count} draws of {size} weights are {count * size * 8 / 1e9:.1f} GB. Pass draws= and "
                 "chains= for fewer, or predict in closed form by fedppl.nn.predict(fit, client, inputs)."
             )
-        own, unit = personalise(client, personal, message, rng), client.view(network_of).unit
+        own, unit = personalise(client, personal, message, rng), client.view(network_of)
         w = np.broadcast_to(own.weights, (count, size)).copy()
         if own.subnetwork is not None:
             w[:, own.subnetwork.places] += own.subnetwork.deviations(count, rng)
@@ -338,22 +359,20 @@ def tuned(
     A message with prior variances of the shared weights asks for the mode under those and the declared prior of local
     weights; without them the loss alone counts.
     """
-    network, local = client.view(network_of), fitting_local(client, personal and personal.local)
-    unit, (which, training) = network.unit, tuning
-    if local is None and not set(unit.local_at) <= set(network.places(which) if which is not None else ()):
+    unit, local, (which, training) = client.view(network_of), fitting_local(client, personal and personal.local), tuning
+    if local is None and not set(unit.local_at) <= set(unit.places(which) if which is not None else ()):
         logger.warning(
             "client %s has no local weights of its own, and takes those that all clients start from; an algorithm with "
             'tune="local" fine-tunes them',
             client.client_id,
         )
-    mean = np.asarray(message["mean"], dtype=float)
-    start = unit.weights(mean, network.start if local is None else local)
+    start = unit.weights(message["mean"], local)
     if which is None:
         return Own(client, start, None)
-    free, prior, penalty = network.places(which), None, None
+    free, prior, penalty = unit.places(which), None, None
     if "variance" in message:
         declared = unit.declared.local_prior
-        centre = unit.weights(mean, declared.mean)
+        centre = unit.weights(message["mean"], declared.mean)
         precision = unit.weights(1.0 / np.asarray(message["variance"]), declared.precision)
         prior, penalty = (centre[free], precision[free]), declared.penalty if declared.others else None
     w = train(unit, start, free, training, rng, prior=prior, penalty=penalty, rate=rate)
@@ -361,7 +380,7 @@ def tuned(
     if penalty is None and (gain := further_gain(unit, start, w, prior, free)) > _SHORT:
         logger.warning(
             "client %r: fine-tuning has not converged: as many steps again would lower the mean loss of a row by "
-            "about %.2g; raise %s= or tune_epochs=, and judge on rows that were held out",
+            "about %.2g; raise %s= or tune_epochs=",
             client.client_id,
             gain,
             rate,

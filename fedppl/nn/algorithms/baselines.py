@@ -99,9 +99,9 @@ def _per_fedavg_update_client(
     inner: float,
     weights: str,
 ) -> ClientUpdate[None]:
-    network = client.view(network_of)
-    w = meta_steps(network.unit, network.at(message["mean"]), training, inner, rng)
-    return ClientUpdate(None, weighted(w[network.unit.shared_at], weight_of(client, weights)))
+    unit = client.view(network_of)
+    w = meta_steps(unit, unit.weights(message["mean"]), training, inner, rng)
+    return ClientUpdate(None, weighted(w[unit.shared_at], weight_of(client, weights)))
 
 
 # pFedMe: personal networks near a shared one, which descends the envelope of their losses -----------------------------
@@ -186,9 +186,9 @@ def PFedMe(
 
 def _pfedme_steps(client: ClientView, message: Message, rng: Generator, settings: _Moreau) -> tuple[Array, Array]:
     """w_k and θ_k, in torch's order."""
-    network = client.view(network_of)
-    w = network.at(message["mean"])
-    return moreau_steps(network.unit, w, settings.training, settings.lam, settings.inner, rng)
+    unit = client.view(network_of)
+    w = unit.weights(message["mean"])
+    return moreau_steps(unit, w, settings.training, settings.lam, settings.inner, rng)
 
 
 def _pfedme_update_client(
@@ -196,7 +196,7 @@ def _pfedme_update_client(
 ) -> ClientUpdate[MoreauClientState]:
     """Steps of w_k from φ; θ_k stays."""
     w, theta = _pfedme_steps(client, message, rng, settings)
-    shared = client.view(network_of).unit.shared_at
+    shared = client.view(network_of).shared_at
     return ClientUpdate(MoreauClientState(theta), weighted(w[shared], weight_of(client, settings.weights)))
 
 
@@ -285,9 +285,9 @@ def _ifca_broadcast(state: IFCAState, client_id: str) -> Message:
 
 
 def _ifca_best(client: ClientView, message: Message) -> tuple[int, Array]:
-    network = client.view(network_of)
-    networks = [network.at(phi) for phi in np.asarray(message["phi"])]
-    losses = np.array([loss_at(network.unit, w) for w in networks])
+    unit = client.view(network_of)
+    networks = [unit.weights(phi) for phi in np.asarray(message["phi"])]
+    losses = np.array([loss_at(unit, w) for w in networks])
     chosen = int(np.argmin(np.where(np.isnan(losses), np.inf, losses)))  # NaN of a network that has diverged
     return chosen, networks[chosen]
 
@@ -295,7 +295,7 @@ def _ifca_best(client: ClientView, message: Message) -> tuple[int, Array]:
 def _ifca_update_client(
     client: ClientView, personal: None, message: Message, rng: Generator, *, training: Training, weights: str
 ) -> ClientUpdate[None]:
-    unit, (chosen, w) = client.view(network_of).unit, _ifca_best(client, message)
+    unit, (chosen, w) = client.view(network_of), _ifca_best(client, message)
     w = train(unit, w, np.arange(unit.size), training, rng)
     weight = np.zeros(len(message["phi"]))
     weight[chosen] = weight_of(client, weights)
@@ -526,18 +526,18 @@ def _normal_posteriors(
     client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, method: _Method
 ) -> tuple[Normal, Normal, NormalClientState]:
     """q_k of all weights in torch's order, the posterior that travels, and the one that stays."""
-    network, settings = client.view(network_of), method.settings
-    mean = network.at(message["mean"])
-    sd = network.unit.weights(np.asarray(message["sd"], dtype=float), np.full(client.local_size, settings.spread))
-    q, sent = method.steps(network.unit, (mean, sd), personal, rng, settings)
-    return q, sent, NormalClientState(*(value[method.kept(network.unit)] for value in q))
+    unit, settings = client.view(network_of), method.settings
+    mean = unit.weights(message["mean"])
+    sd = unit.weights(message["sd"], np.full(client.local_size, settings.spread))
+    q, sent = method.steps(unit, (mean, sd), personal, rng, settings)
+    return q, sent, NormalClientState(*(value[method.kept(unit)] for value in q))
 
 
 def _normal_update_client(
     client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, *, method: _Method
 ) -> ClientUpdate[NormalClientState]:
     _, sent, kept = _normal_posteriors(client, personal, message, rng, method)
-    weight, shared = weight_of(client, method.settings.weights), client.view(network_of).unit.shared_at
+    weight, shared = weight_of(client, method.settings.weights), client.view(network_of).shared_at
     reply = {"mean": weight * sent[0][shared], "sd": weight * sent[1][shared], "weight": np.array(weight)}
     return ClientUpdate(kept, reply, {"blank": 1.0} if personal is None and len(kept.mean) else {})
 

@@ -13,16 +13,16 @@ from numpy.random import Generator
 from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import not_counted
 from fedppl.algorithms.hierarchical.confidence import TERMS, confidence_of, ledger_sums, terms_rule
-from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms import _common
-from fedppl.nn.batch import Flags, Stack, groups, heads_rows, stacked, train_below_together
+from fedppl.nn.batch import Flags, heads_rows, stacked, train_below_together
 from fedppl.nn.functional import Places, generator_of, host, taken
-from fedppl.nn.head import Head, expected_loss, features, without_head
-from fedppl.nn.personal import HeadSteps, head_posterior, head_posteriors, train_below
+from fedppl.nn.head import Head, expected_loss, features, head_of, without_head
+from fedppl.nn.personal import HeadSteps, head_posteriors, train_below
 from fedppl.nn.subnet import Subnetwork
-from fedppl.nn.train import RISE, Leaves, Training, arranged, batches, loss_at, optimizer_of, require_bounded, slopes_of
-from fedppl.nn.unit import NetworkUnit, outcomes
-from fedppl.nn.view import Own, network_of
+from fedppl.nn.train import RISE, Leaves, Training, batches, loss_at, optimizer_of, require_bounded, slopes_of
+from fedppl.nn.unit import NetworkUnit
+from fedppl.nn.view import Own, network_of, own_of
 from fedppl.settings import between, described, flag, positive, whole
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message
 
@@ -142,14 +142,15 @@ def Confidence(
         flag("remember", remember),
         between("smoothing", smoothing, 0, 1, "[)"),
     )
-    update_client = functools.partial(_update_client, settings=settings)
-    unreported = functools.partial(_update_unreported, settings=settings)
+    batch = _common.batch_of(
+        functools.partial(_updates, settings=settings), functools.partial(_updates_unreported, settings=settings)
+    )
     return Algorithm[ConfidenceState, HeadClientState](
         name="nn.Confidence",
         settings=described(settings),
         init=functools.partial(_init, settings=settings),
         broadcast=_common.broadcast,
-        update_client=update_client,
+        update_client=batch.update_client,
         update_server=functools.partial(_update_server, settings=settings),
         replies=Replies(
             lambda state: shapes(state, "weighted", "weight"), _reject, lambda state: not settings.remember
@@ -161,14 +162,8 @@ def Confidence(
         ),
         needs=_common.whole_network("nn.Confidence", settings.head),
         disclosure=_common.AT_MEAN,
-        unreported=unreported,
-        batch=Batch(
-            update_client,
-            unreported,
-            groups,
-            functools.partial(_update_together, settings=settings),
-            functools.partial(_update_unreported_together, settings=settings),
-        ),
+        unreported=batch.unreported,
+        batch=batch,
     )
 
 
@@ -185,105 +180,78 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, settings:
     return ConfidenceState(phi, head, where, ledger, _common.OverRounds(phi, 0.0))
 
 
-def _find_head(
-    at: HeadAtClient, personal: HeadClientState | None, rng: Generator, settings: _Settings
-) -> tuple[HeadClientState, float]:
-    """The M-step on τ_j at the new w, then steps on q_j; with the confidence of the new q_j."""
-    start, confidence = _start(at.centre, personal, settings)
-    z = features(at.unit, at.head, at.w)
-    mean, sd = head_posterior(at.unit, at.head, z, start, at.centre, confidence, settings.head_steps, rng)
-    return HeadClientState(mean, sd), _confidence(mean, sd, at.centre, settings)
-
-
 def _start(centre: Array, personal: HeadClientState | None, settings: _Settings) -> tuple[HeadClientState, float]:
     """q_j at the start of the round, and its confidence."""
     if personal is not None and len(personal.mean) == len(centre):
-        return personal, _confidence(personal.mean, personal.sd, centre, settings)
+        return personal, _confidence(personal, centre, settings)
     return HeadClientState(centre, np.full(len(centre), settings.spread)), settings.spread**-2
 
 
-def _confidence(mean: Array, sd: Array, centre: Array, settings: _Settings) -> float:
-    return confidence_of(mean, sd**2, centre, settings.terms, (settings.strength, settings.spread))
+def _confidence(q: HeadClientState, centre: Array, settings: _Settings) -> float:
+    return confidence_of(q.mean, q.sd**2, centre, settings.terms, (settings.strength, settings.spread))
 
 
-def _train(at: HeadAtClient, q: HeadClientState, rng: Generator, settings: _Settings) -> Array:
-    """All weights, with q's mean for the head and the layers below after their steps."""
-    w = at.w.copy()
-    w[at.head.places] = q.mean
-    if not len(at.below):
-        return w
-    return train_below(at.unit, at.head, w, at.below, q, settings.training, settings.head_steps.draws, rng)
-
-
-def _update_client(
-    client: ClientView, personal: HeadClientState | None, message: Message, rng: Generator, *, settings: _Settings
-) -> ClientUpdate[HeadClientState]:
-    at = at_client(client, message, settings.head)
-    q, confidence = _find_head(at, personal, rng, settings)
-    return _update(at, q, confidence, _train(at, q, rng, settings), blank=personal is None)
-
-
-def _update(
-    at: HeadAtClient, q: HeadClientState, confidence: float, w: Array, *, blank: bool
-) -> ClientUpdate[HeadClientState]:
-    reply, head = parted(at, w)
-    deviation = float(np.mean((q.mean - at.centre) ** 2))
-    info = {"confidence": confidence, "deviation": deviation, **({"blank": 1.0} if blank else {})}
-    return ClientUpdate(q, {**reply, "weighted": confidence * head, "weight": np.array(confidence)}, info)
-
-
-def _update_unreported(
-    client: ClientView, personal: HeadClientState | None, message: Message, rng: Generator, *, settings: _Settings
-) -> tuple[HeadClientState, Mapping[str, float]]:
-    """The head alone: layers below are replaced by the server's in the next round."""
-    return _find_head(at_client(client, message, settings.head), personal, rng, settings)[0], {}
-
-
-def _find_heads(
+def _heads(
     parts: Sequence[Part[HeadClientState]], settings: _Settings
-) -> tuple[list[HeadAtClient], Stack, Array, Array, Flags]:
-    """`_find_head` at clients with one network: their heads, means and sds (K, d), and which are finite, (K,)."""
+) -> tuple[list[HeadAtClient], Array, Array, Flags]:
+    """The M-step on τ_j at the new w, then steps on q_j, at clients with one network.
+
+    With means and sds (K, d) of q_j, and which are finite (K,), which is an error of a client alone.
+    """
     at = [at_client(part.client, part.message, settings.head) for part in parts]
     starts = [_start(place.centre, part.personal, settings) for place, part in zip(at, parts, strict=True)]
-    stack, head = stacked([place.unit for place in at]), at[0].head
     mean, sd, finite = head_posteriors(
         at[0].unit.likelihood,
-        head,
-        (*heads_rows(stack, head, np.stack([place.w for place in at])), stack.rows),
+        at[0].head,
+        heads_rows([place.unit for place in at], at[0].head, np.stack([place.w for place in at])),
         (np.stack([q.mean for q, _ in starts]), np.stack([q.sd for q, _ in starts])),
         np.stack([place.centre for place in at]),
         np.array([confidence for _, confidence in starts]),
         settings.head_steps,
         [part.rng for part in parts],
     )
-    return at, stack, mean, sd, finite
+    if len(parts) == 1 and not finite[0]:
+        raise LocalFailure("the head's posterior is not finite; lower head_rate=")
+    return at, mean, sd, finite
 
 
-def _update_together(
+def _trained(
+    parts: Sequence[Part[HeadClientState]], settings: _Settings
+) -> tuple[list[HeadAtClient], list[HeadClientState], Array, Flags]:
+    """`_heads`, then steps on the layers below: q_j, all weights with its mean for the head, and who succeeded."""
+    at, mean, sd, succeeded = _heads(parts, settings)
+    (unit, head, *_, below), W = at[0], np.stack([place.w for place in at])
+    W[:, head.places] = mean
+    rngs, draws = [part.rng for part in parts], settings.head_steps.draws
+    if len(below) and len(parts) == 1:
+        W = train_below(unit, head, W[0], below, (mean[0], sd[0]), settings.training, draws, rngs[0])[None]
+    elif len(below):
+        stack = stacked([place.unit for place in at])
+        W, flags = train_below_together(stack, head, W, below, (mean, sd), settings.training, draws, rngs)
+        succeeded = succeeded & flags
+    return at, [HeadClientState(*q) for q in zip(mean, sd, strict=True)], W, succeeded
+
+
+def _updates(
     parts: Sequence[Part[HeadClientState]], *, settings: _Settings
 ) -> list[ClientUpdate[HeadClientState] | None]:
-    """`_update_client` at clients with one network; None for those whose steps diverge."""
-    at, stack, mean, sd, succeeded = _find_heads(parts, settings)
-    W = np.stack([place.w for place in at])
-    W[:, at[0].head.places] = mean
-    if len(at[0].below):
-        rngs, draws = [part.rng for part in parts], settings.head_steps.draws
-        W, below_succeeded = train_below_together(
-            stack, at[0].head, W, at[0].below, (mean, sd), settings.training, draws, rngs
-        )
-        succeeded = succeeded & below_succeeded
+    at, heads, W, succeeded = _trained(parts, settings)
     updates: list[ClientUpdate[HeadClientState] | None] = [None] * len(parts)
     for k in np.flatnonzero(succeeded).tolist():
-        q, blank = HeadClientState(mean[k], sd[k]), parts[k].personal is None
-        updates[k] = _update(at[k], q, _confidence(*q, at[k].centre, settings), W[k], blank=blank)
+        (reply, head), confidence = parted(at[k], W[k]), _confidence(heads[k], at[k].centre, settings)
+        info = {"confidence": confidence, "deviation": float(np.mean((heads[k].mean - at[k].centre) ** 2))}
+        if parts[k].personal is None:
+            info["blank"] = 1.0
+        reply |= {"weighted": confidence * head, "weight": np.array(confidence)}
+        updates[k] = ClientUpdate(heads[k], reply, info)
     return updates
 
 
-def _update_unreported_together(
+def _updates_unreported(
     parts: Sequence[Part[HeadClientState]], *, settings: _Settings
 ) -> list[ClientUpdate[HeadClientState] | None]:
-    """`_update_unreported` at clients with one network."""
-    _, _, mean, sd, finite = _find_heads(parts, settings)
+    """The head alone: layers below are replaced by the server's in the next round."""
+    _, mean, sd, finite = _heads(parts, settings)
     return [ClientUpdate(HeadClientState(mean[k], sd[k]), {}) if finite[k] else None for k in range(len(parts))]
 
 
@@ -316,10 +284,8 @@ def _own(
     client: ClientView, personal: HeadClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> Own:
     """One more round for the client alone: q_j around the final w, and trained layers below it."""
-    at = at_client(client, message, settings.head)
-    q, _ = _find_head(at, personal, rng, settings)
-    w = _train(at, q, rng, settings)
-    return Own(client, w, Subnetwork(w, at.head.places, q.sd**2))
+    (at,), (q,), (w,), _ = _trained([Part(client, personal, message, rng)], settings)
+    return own_of(client, Subnetwork(w, at.head.places, q.sd**2))
 
 
 # Heads of clients on layers that are averaged by rows, for several algorithms -----------------------------------------
@@ -352,11 +318,9 @@ def head_in(layout: Layout, head: tuple[str, ...]) -> Places:
 
 def at_client(client: ClientView, message: Message, head: tuple[str, ...]) -> HeadAtClient:
     """A broadcast, read at a client."""
-    network = client.view(network_of)
-    layer, w = network.head(head), network.at(message["mean"])
-    below = np.ones(len(w), dtype=bool)
-    below[layer.places] = False
-    return HeadAtClient(network.unit, layer, w, w[layer.places], np.flatnonzero(below))
+    unit = client.view(network_of)
+    layer, w = head_of(unit, head), unit.weights(message["mean"])
+    return HeadAtClient(unit, layer, w, w[layer.places], np.setdiff1d(np.arange(len(w)), layer.places))
 
 
 def parted(at: HeadAtClient, w: Array) -> tuple[dict[str, Array], Array]:
@@ -530,7 +494,7 @@ def _fedpop_own(
 ) -> Own:
     longer = settings._replace(training=settings.training._replace(epochs=settings.draw_epochs))
     w, chain = _chain_moved(client, personal, message, rng, longer)
-    return Own(client, w, Subnetwork(w, at_client(client, message, settings.head).head.places, chain.sd**2))
+    return own_of(client, Subnetwork(w, head_of(client.view(network_of), settings.head).places, chain.sd**2))
 
 
 # Langevin dynamics of a network's last layer, beside gradient steps on the layers below it ----------------------------
@@ -574,10 +538,8 @@ def langevin_steps(
     """
     flat, rows = np.array(w, dtype=float), len(unit.X)
     flat[head.places] = start
-    y = outcomes(unit, dtype)
     fixed_features = None if len(below) else features(unit, head, flat, dtype=dtype)
-    leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
-    X = arranged(leaves.net, unit.tensor(unit.X, dtype))
+    leaves = Leaves(unit, flat, below, dtype)
     body = without_head(leaves.net, head)
     optimizer = optimizer_of(leaves.moving, settings.learning_rate, settings.momentum) if leaves.moving else None
     v = unit.tensor(np.array(start, dtype=float), dtype).requires_grad_()
@@ -587,8 +549,8 @@ def langevin_steps(
     before, states = np.array([loss_at(unit, flat, dtype=dtype), _pull(flat[head.places], prior, rows)]), []
     with torch.enable_grad():
         for batch in batches(rows, settings, rng):
-            z = body(taken(X, batch)) if fixed_features is None else taken(fixed_features, batch)
-            loss = expected_loss(unit, head, z, taken(y, batch), v[None])
+            z = body(taken(leaves.X, batch)) if fixed_features is None else taken(fixed_features, batch)
+            loss = expected_loss(unit, head, z, taken(leaves.y, batch), v[None])
             *slopes, slope = slopes_of(loss, [*leaves.moving, v])
             for leaf, gradient in zip(leaves.moving, slopes, strict=True):
                 leaf.grad = gradient
