@@ -88,21 +88,17 @@ def require_pure(net: Any) -> None:
     """Refuse a network whose output is no function of weights and inputs alone."""
     require_module(net)
     if not size_of(net):
-        raise DeclarationError(f"the network {type(net).__name__} has no parameters, so there is nothing to infer.")
+        raise DeclarationError(f"the network {type(net).__name__} has no parameters.")
     if frozen := [name for name, value in net.named_parameters() if not value.requires_grad]:
-        raise DeclarationError(
-            f"parameters {frozen} are frozen; call requires_grad_(True), or make what is fixed a buffer."
-        )
+        raise DeclarationError(f"parameters {frozen} are frozen; call requires_grad_(True), or make them buffers.")
     if unreal := [name for name, value in net.named_parameters() if not value.is_floating_point()]:
-        raise DeclarationError(f"parameters {unreal} are no real numbers, and weights of a model are; use real layers.")
+        raise DeclarationError(f"parameters {unreal} are no real numbers; use real layers.")
     for name, layer in net.named_modules():
         kind = type(layer).__name__
         random = isinstance(layer, torch.nn.modules.dropout._DropoutNd) and layer.p > 0
         if layer.training and (random or next(layer.buffers(recurse=False), None) is not None):
-            raise DeclarationError(
-                f"layer {name or kind!r} ({kind}) {'draws at random' if random else 'changes its buffers'} in training "
-                "mode; call net.eval() first, or use a layer without state (torch.nn.GroupNorm)."
-            )
+            what = "draws at random" if random else "changes its buffers"
+            raise DeclarationError(f"layer {name or kind!r} ({kind}) {what} in training mode; call net.eval() first.")
         if getattr(layer, "sparse", False) is True and isinstance(layer, _EMBEDDINGS):
             raise DeclarationError(f"layer {name or kind!r} ({kind}) has sparse=True; make it with sparse=False.")
 
@@ -120,8 +116,8 @@ def copy_of(net: torch.nn.Module) -> torch.nn.Module:
                 cached = _copies[net] = digest, copy.deepcopy(net)
             except Exception as error:  # each attribute has exceptions of its own
                 raise DeclarationError(
-                    f"the network {type(net).__name__} cannot be copied ({reason(error)}). Keep locks, files and "
-                    "generators out of its attributes, and what parameters give too: use torch.nn.utils.parametrizations."
+                    f"the network {type(net).__name__} cannot be copied ({reason(error)}). Keep locks, files, "
+                    "generators and what follows from parameters (torch.nn.utils.parametrizations) out of its attributes."
                 ) from error
         return cached[1]
 
@@ -275,19 +271,15 @@ def device_for(net: torch.nn.Module, device: Any) -> torch.device:
     if device is None:
         devices = list(dict.fromkeys(value.device for value in net.parameters()))
         if len(devices) > 1:
-            raise DeclarationError(
-                f"the network's parameters are on {[str(place) for place in devices]}, and must be on one device; move "
-                'it by net.to("cpu"), or say device="cpu".'
-            )
+            places = [str(place) for place in devices]
+            raise DeclarationError(f'the network is on {places}; move it by net.to("cpu"), or say device="cpu".')
         device, subject = devices[0], f"the network is on {str(devices[0])!r}, and it"
     try:
         if not isinstance(device, str | torch.device):
             raise TypeError(type(device).__name__)
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise DeclarationError(
-            f'{subject} must be a device of torch, such as "cpu", "cuda" or "mps"; leave it out for the network\'s.'
-        ) from error
+        raise DeclarationError(f'{subject} must be a device of torch, such as "cpu", "cuda" or "mps".') from error
     if chosen.type == "cpu":
         return CPU
     try:  # a transfer there and back proves more than torch's own list of devices

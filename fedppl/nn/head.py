@@ -35,10 +35,8 @@ def head_of(unit: NetworkUnit, names: tuple[str, ...]) -> Head:
     if names in unit.heads:
         return cast(Head, unit.heads[names])
     if unit.declared.unknowns:
-        raise DeclarationError(
-            f"{list(unit.declared.unknowns)} of the likelihood are unknown, and this algorithm computes a head alone; "
-            "declare constants, or use fedppl.nn.FedSI or fedppl.nn.FedAvg."
-        )
+        unknown = list(unit.declared.unknowns)
+        raise DeclarationError(f"{unknown} of the likelihood are unknown; declare constants, or use fedppl.nn.FedSI.")
     places, owners = unit.places(names), {name.rpartition(".")[0] for name in names}
     layer = next(iter(owners))
     module = unit.net.get_submodule(layer) if len(owners) == 1 else None
@@ -59,7 +57,7 @@ def head_of(unit: NetworkUnit, names: tuple[str, ...]) -> Head:
     if ours is None or output.shape != ours.shape or not torch.allclose(output, ours, rtol=1e-9, atol=1e-9):
         raise DeclarationError(
             f"head={names!r} is not the network's last layer, or cannot be taken off it{why}. Name the linear layer "
-            "that forward calls last, once, on a matrix, and put a softmax into the likelihood (logit_p=)."
+            "that forward calls last, once, on a matrix, and leave a softmax to the likelihood (logit_p=)."
         )
     unit.heads[names] = head
     return head

@@ -225,10 +225,7 @@ class Declared:
         bent = f"the log density of the outcome ({self.kind}) bends upwards or has a kink in the network's output"
         place = next((place for place, variable in enumerate(self.read) if variable.is_outcome), None)
         if place is None:
-            raise LocalFailure(
-                f"{bent}, and outcomes computed from data cannot be drawn; observe data as they are, or take "
-                "fedppl.nn.FedAvg"
-            )
+            raise LocalFailure(f"{bent}; observe data, and not what is computed from data, or take fedppl.nn.FedAvg")
         arrays, names = self.arrays(y), [variable.name for variable in self.read]
         # A row has the same draws in every chunk.
         rng = np.random.default_rng(zlib.crc32(np.ascontiguousarray(outputs).tobytes()))
@@ -237,10 +234,8 @@ class Declared:
             try:
                 arrays[place] = self.drawn().draw(outputs, dict(zip(names, arrays, strict=True)), rng)
             except Exception as error:
-                raise LocalFailure(
-                    f"{bent}, and outcomes of it cannot be drawn ({type(error).__name__}); give pm.CustomDist a "
-                    "random=, or take fedppl.nn.FedAvg"
-                ) from error
+                why = f"{bent}, and outcomes cannot be drawn ({type(error).__name__})"
+                raise LocalFailure(f"{why}; give pm.CustomDist a random=, or take fedppl.nn.FedAvg") from error
             slopes = self.losses(outputs, beside(arrays, len(y)))[1][:, : self.outputs]
             total += slopes[:, :, None] * slopes[:, None, :]
         return self._finite(total / _DRAWS)
@@ -270,9 +265,8 @@ def columns(client_id: str, read: Sequence[Read], arrays: Sequence[Array], rows:
     for variable, array in zip(read, arrays, strict=True):
         if array.shape != ((rows, *variable.shape) if variable.by_row else ()):
             raise DataError(
-                f"client {client_id!r}: {variable.name!r} has shape {array.shape}, and the likelihood of {rows} rows "
-                f"reads {(rows, *variable.shape)}. Declare what is the same for all clients as a constant of the "
-                "builder, and one number of a client as data without axes."
+                f"client {client_id!r}: {variable.name!r} has shape {array.shape}, and the likelihood reads "
+                f"{(rows, *variable.shape)}. Declare what all clients share as a constant, one number without axes."
             )
     return beside(arrays, rows)
 
@@ -382,17 +376,14 @@ def outcome_of(
         # Classes of more dimensions than their probabilities would broadcast where rows are as many.
         if p is not None and isinstance(p.op, DimShuffle) and "x" in p.op.new_order[:-1]:
             raise DeclarationError(
-                f"{who}: {observed.name!r} has {observed.type.ndim} dimensions, more than its probabilities leave: a "
-                "class is a number from 0, one a row. Pass y.argmax(axis=1) where y holds columns of 0 and 1."
+                f"{who}: {observed.name!r} has {observed.type.ndim} dimensions, and a class is one number a row. Pass "
+                "y.argmax(axis=1) where y holds columns of 0 and 1."
             )
     closed = None if unknowns else _closed(observed, node, row_shape)
     if closed is not None:
         return closed, (), (parts.model.rvs_to_values[observed],)
     if not parts.data:
-        raise DeclarationError(
-            f"{who}: the likelihood of {observed.name!r} is computed row by row, and the model holds its data as "
-            'constants; put them into pm.Data containers that are named as the builder\'s arguments, pm.Data("y", y).'
-        )
+        raise DeclarationError(f'{who}: the model holds its data as constants; put them into pm.Data("y", y).')
     density, output = _without_network(parts, observed, who)
     values = {rv.name: parts.model.rvs_to_values[rv] for rv in (*parts.shared, *parts.local)}
     above = set(ancestors([density]))
@@ -411,8 +402,7 @@ def outcome_of(
     outcomes = {v: variable.shape for v, variable in read.items() if variable.is_outcome}
     if twice := [v.name for v in outcomes if v in _graph.values_read(observed.owner.inputs)]:
         raise DeclarationError(
-            f"{who}: {twice} are observed, and the distribution of {observed.name!r} has them among its parameters; "
-            "give what it depends on in a container of its own."
+            f"{who}: {twice} are observed, and are parameters of {observed.name!r} too; declare another container."
         )
     draws = functools.partial(drawn, parts, row_shape, starts, outcomes)
     likelihood = _declared(parts, density, output, row_shape, read, starts, draws, who)
@@ -428,9 +418,7 @@ def _without_network(parts: _graph.Parts, observed: Any, who: str) -> tuple[Any,
     output = pt.tensor(dtype=calls[0].type.dtype, shape=calls[0].type.shape)
     (density,) = clone_replace([density], dict.fromkeys(calls, output))
     if network_nodes([density]):
-        raise DeclarationError(
-            f"{who}: the network stands more than once above {observed.name!r}; let one module make all of the output."
-        )
+        raise DeclarationError(f"{who}: the network stands more than once above {observed.name!r}; use one module.")
     return density, output
 
 

@@ -77,16 +77,15 @@ def module(
         expected = dict(net.named_parameters())
         if set(weights) != set(expected):
             raise DeclarationError(
-                f"weights are named {sorted(weights)}, and the network's parameters {sorted(expected)}; give one "
-                "tensor for each, or declare them by fedppl.nn.parameters(net)."
+                f"weights are named {sorted(weights)}, and the network's parameters {sorted(expected)}; declare them "
+                "by fedppl.nn.parameters(net)."
             )
         flat = pt.concatenate([pt.as_tensor_variable(weights[name]).ravel() for name in expected])
     else:
         flat = pt.as_tensor_variable(weights)
         if flat.type.ndim != 1:
             raise DeclarationError(
-                f"weights have {flat.type.ndim} dimensions; pass one vector of {functional.size_of(net)} numbers, or a "
-                "mapping by name."
+                f"weights have {flat.type.ndim} dimensions; pass one vector of {functional.size_of(net)} numbers."
             )
     net = functional.copy_of(net)
     value = X.get_value() if hasattr(X, "get_value") else getattr(inputs, "data", None)
@@ -139,9 +138,7 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
     try:
         pm.modelcontext(None)
     except TypeError as error:
-        raise DeclarationError(
-            "fedppl.nn.parameters declares variables of a model, and there is none; call it inside `with pm.Model():`."
-        ) from error
+        raise DeclarationError("there is no model; call it inside `with pm.Model():`.") from error
     names = [name for name, _ in net.named_parameters()]
     scales = {name: sigma for name in names} if not isinstance(sigma, Mapping) else dict(sigma)
     if set(scales) != set(names):
@@ -155,8 +152,7 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
         starts = {name: functional.host(value) for name, value in net.named_parameters()}
     except (NotImplementedError, ValueError) as error:  # on "meta", or a layer that waits for its first inputs
         raise DeclarationError(
-            "the network's parameters hold no values, and these are where all clients start; make the network on a "
-            "device that has numbers, without lazy layers."
+            'the network\'s parameters hold no values to start at; make it without lazy layers, and not on "meta".'
         ) from error
     return {name: pm.Normal(name, starts[name], float(scales[name]), shape=starts[name].shape) for name in names}
 
@@ -176,18 +172,18 @@ def _output_ndim(net: torch.nn.Module, X: Array, device: torch.device) -> int:
     except Exception as error:
         remedy = "" if rows.is_floating_point() else " Give numbers as reals, X.astype(float), where they are no codes."
         raise DeclarationError(
-            f"the network fails on inputs of shape {tuple(rows.shape)} and type {rows.dtype} "
-            f"({functional.reason(error)}); look at the shapes that its layers take.{remedy}"
+            f"the network fails on inputs of shape {tuple(rows.shape)}, {rows.dtype} ({functional.reason(error)}); "
+            f"look at the shapes that its layers take.{remedy}"
         ) from error
     if not isinstance(output, torch.Tensor) or output.ndim < 1 or len(output) != len(rows):
         what = f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
         raise DeclarationError(
-            f"the network gives {what} for {len(rows)} rows; wrap it in a module that gives one tensor, a row for each."
+            f"the network gives {what} for {len(rows)} rows; wrap it in a module that gives a tensor with these rows."
         )
     if output.is_complex() or not bool(torch.all(torch.isfinite(output))):
         raise DeclarationError(
-            f"the network's output has numbers that are not finite, or not real ({output.dtype}): look at the weights "
-            "that it holds and at the inputs, and end it in a real layer."
+            f"the network's output ({output.dtype}) is not finite or not real; look at weights and inputs, and end "
+            "it in a real layer."
         )
     return output.ndim
 

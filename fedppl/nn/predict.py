@@ -76,8 +76,8 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     if client is None or isinstance(client, str):
         if client not in fit.clients:
             raise DeclarationError(
-                f"client {client!r} is not here; clients are {some_of(fit.clients)}. Pass data, or load the fit with "
-                "fedppl.load(path, model, algorithm, clients=...); the global network is fedppl.nn.network(fit)."
+                f"client {client!r} is not here; clients are {some_of(fit.clients)}. Pass data, load the fit with "
+                "clients=..., or take the global network, fedppl.nn.network(fit)."
             )
         model, name, personal = fit.clients[client], client, fit.personal.get(client)
     else:
@@ -92,9 +92,7 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     try:
         return family.personalise(model, personal, message, stream((seed, 2, *name.encode())))
     except LocalFailure as error:
-        raise LocalFailure(
-            f"client {name!r} gets no network of its own: {error}. The fit and others' stand."
-        ) from error
+        raise LocalFailure(f"client {name!r} gets no network of its own: {error}.") from error
 
 
 def network(fit: Fit) -> torch.nn.Module:
@@ -135,13 +133,11 @@ def network(fit: Fit) -> torch.nn.Module:
     shared = fit.algorithm.result.shared
     if not isinstance(shared, Point) or not isinstance(fit.algorithm.result.family, NetworkResult):
         raise DeclarationError(
-            f"the fit is of {fit.algorithm.name}, which has no one network of all clients; fedppl.nn.personalise gives "
-            "a client's own, where there are networks."
+            f"the fit is of {fit.algorithm.name}, which has no one network of all clients; see fedppl.nn.personalise."
         )
     if not fit.clients:
         raise DeclarationError(
-            "no client of this fit is here: they are sites of their own, or the fit was loaded without clients=. Load "
-            "with fedppl.load(path, model, algorithm, clients=...), or put fit.estimate into your network."
+            "no client of this fit is here; load it with clients=..., or put fit.estimate into your network."
         )
     unit = next(iter(fit.clients.values())).view(network_of)
     return unit.loaded(unit.weights(shared.estimate(fit.state)))
@@ -251,8 +247,8 @@ def _moments(unit: NetworkUnit, own: Own, X: Array, first: int, link: str) -> tu
         logits = host(outputs(unit, own.weights, X))
     except (IndexError, RuntimeError) as error:
         raise DataError(
-            f"the network cannot be computed at the new inputs, of shape {X.shape} ({reason(error)}). An integer "
-            "outside a layer's table, as of an Embedding, is one cause: give a new category a number before the fit."
+            f"the network cannot be computed at the new inputs, of shape {X.shape} ({reason(error)}). One cause is an "
+            "integer outside the table of an Embedding: give a new category a number before the fit."
         ) from error
     _require_finite(logits, "the network's output", first)
     covariance = np.zeros((*logits.shape, logits.shape[1]))
@@ -354,7 +350,7 @@ def _outcomes_at(
         except Exception as error:
             raise DataError(
                 f"outcomes ({likelihood.kind}) cannot be drawn at the new inputs ({reason(error)}); look at the size "
-                "of inputs and at what the likelihood reads beside them, and give pm.CustomDist a random=."
+                "of what the likelihood reads, and give pm.CustomDist a random=."
             ) from error
     moments = {"output_mean": outputs[:, :count], "output_variance": variance}
     dims: dict[str, tuple[str, ...]] = dict.fromkeys(moments, ("row", "output"))

@@ -258,9 +258,7 @@ def select(variance: Array, curvature: Array, count: int, *, rule: str = "live")
     if rule not in ("live", "variance"):
         raise DeclarationError(f'rule={rule!r} must be "live" or "variance".')
     if not 0 < count <= len(variance):
-        raise DeclarationError(
-            f"a subnetwork of {count} weights cannot be chosen from {len(variance)}; take 1 to all of them."
-        )
+        raise DeclarationError(f"{count} weights cannot be chosen from {len(variance)}; take 1 to all of them.")
     marginal = 1.0 / (1.0 / variance + curvature)
     if rule == "live":
         # Weights without curvature come last, in the order of their variances.
@@ -339,8 +337,7 @@ def infer(
     if dtype != torch.float64:
         return infer(unit, w, index, variance)
     raise LocalFailure(
-        "a subnetwork's posterior is too narrow in some directions for double precision; bring inputs to sd 1, or "
-        "lower prior_variance="
+        "the posterior is too narrow for double precision; bring inputs to sd 1, or lower prior_variance="
     )
 
 

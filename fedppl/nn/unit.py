@@ -53,14 +53,12 @@ class NetworkUnit:
         self.names, self.shared_at, self.local_at = declared.names, declared.shared_at, declared.local_at
         self.size, self.start = len(self.shared_at) + len(self.local_at), client.initial
         self.heads: dict[tuple[str, ...], Any] = {}  # those that `fedppl.nn.head.head_of` has read
-        self._arrays = client.arrays
+        self._arrays, who = client.arrays, f"client {client.client_id!r}"
         for name in declared.labels:
             classes = np.asarray(self._arrays[name])
             if not np.array_equal(classes, np.round(classes)):
-                raise DataError(
-                    f"client {self.client_id!r}: {name!r} holds {classes[classes != np.round(classes)][0]}, and "
-                    "classes are whole numbers from 0; round them, or declare an outcome of real numbers."
-                )
+                wrong = classes[classes != np.round(classes)][0]
+                raise DataError(f"{who}: {name!r} holds {wrong}, and classes are whole numbers from 0; round them.")
         self.X: Array
         self.X, *columns_of_y = (np.asarray(array) for array in declared.rows(*client.inputs))
         self.y: Array = columns_of_y[0]
@@ -68,10 +66,7 @@ class NetworkUnit:
         if self._read:
             self.y = columns(self.client_id, self._read, columns_of_y, len(self.X))
         elif len(self.y) != len(self.X):
-            raise DataError(
-                f"client {self.client_id!r}: {len(self.y)} outcomes and {len(self.X)} rows of inputs; give one for "
-                "each row."
-            )
+            raise DataError(f"{who}: {len(self.y)} outcomes and {len(self.X)} rows of inputs; give one a row.")
 
     @property
     def net(self) -> torch.nn.Module:
@@ -106,18 +101,14 @@ class NetworkUnit:
         if isinstance(which, str):
             groups = {"shared": self.shared_at, "local": self.local_at, "all": np.arange(self.size)}
             if which not in groups:
-                raise DeclarationError(
-                    f'{which!r} must be "shared", "local", "all" or a tuple of names: {list(self.names)}.'
-                )
+                raise DeclarationError(f'{which!r} must be "shared", "local", "all" or a tuple of {list(self.names)}.')
             positions = groups[which]
         else:
             if unknown := sorted(set(which) - set(self.names)):
                 raise DeclarationError(f"{unknown} are no parameters of the network; it has {list(self.names)}.")
             positions = functional.positions(self.declared.net, [name for name in self.names if name in which])
         if not len(positions):
-            raise DeclarationError(
-                f"{which!r} names no weights: share others in FederatedModel(shared=...), name some, or pass tune=None."
-            )
+            raise DeclarationError(f"{which!r} names no weights; share others, name some, or pass tune=None.")
         return positions
 
     def loaded(self, w: Array) -> torch.nn.Module:
@@ -142,10 +133,7 @@ class NetworkUnit:
         """
         containers = self.declared.containers
         if not containers:
-            raise DeclarationError(
-                "the model holds its inputs as constants, so that there is no place for new ones; put them into "
-                'pm.Data, X = pm.Data("X", X), and fit again.'
-            )
+            raise DeclarationError('the model holds its inputs as constants; put them into pm.Data("X", X).')
         beside = {read.name: read.dtype for read in self._read if read.by_row and not read.is_outcome}
         values = new_inputs(new, {**containers, **beside}, self._arrays)
         numbers = {read.name: self._arrays[read.name] for read in self._read if not read.by_row}

@@ -126,8 +126,7 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
         raise DeclarationError(f"{who}: free variables are {list(sizes)}, weights {list(slices)}; {CONTRACT}.")
     if names := [term.name for term in model.potentials if term in parts.site_terms]:
         raise DeclarationError(
-            f"{who}: {names} are pm.Potential, which networks leave out. Put them into the outcome's distribution "
-            f"(pm.CustomDist) or into the weights' priors; {CONTRACT}."
+            f"{who}: {names} are pm.Potential; put them into a pm.CustomDist or the weights' priors; {CONTRACT}."
         )
     weights_need = set(ancestors(model.replace_rvs_by_values([node.inputs[0]])))
     if read := [v.name for v in parts.data if v in weights_need]:  # which may change them at some clients only
@@ -190,9 +189,8 @@ def _require_same_density(client: ClientModel, unit: NetworkUnit) -> None:
 def _require_near(unit: NetworkUnit, what: str, declared: float, ours: float, rounding: float = 0.0) -> None:
     if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)) + rounding:
         raise DeclarationError(
-            f"client {unit.client_id!r}: the declared {what} {declared:.8g}, and that of a network's outcomes, row by "
-            f"row, with its local priors {ours:.8g}; {CONTRACT}. Where weights are doubled or tied, pass "
-            f"{_AS_THEY_ARE}. For other models use fedppl.EP(local=fedppl.local.NUTS())."
+            f"client {unit.client_id!r}: the declared {what} {declared:.8g}, and by rows and local priors {ours:.8g}; "
+            f"{CONTRACT}. If weights are doubled or tied, pass {_AS_THEY_ARE}. Else use fedppl.EP()."
         )
 
 
@@ -241,7 +239,7 @@ def _require_rows_alone(unit: NetworkUnit) -> bool:
     if not _repeated(together, alone):
         raise DeclarationError(
             f"client {unit.client_id!r}: the network's output for a row depends on the other rows. Use layers that "
-            "normalise or attend within a row, such as torch.nn.LayerNorm, or batch norm after net.eval()."
+            "work within a row, such as torch.nn.LayerNorm, or batch norm after net.eval()."
         )
     return True
 
@@ -283,8 +281,8 @@ def _require_inputs(unit: NetworkUnit) -> None:
     if len(beyond):
         place = tuple(beyond[0].tolist())
         raise DataError(
-            f"client {unit.client_id!r}: the network's inputs hold {unit.X[place]} in row {place[0]}, at {place}, "
-            "which is not finite in single precision; drop or impute such rows, or scale the inputs."
+            f"client {unit.client_id!r}: the network's inputs hold {unit.X[place]} at {place}, which is not finite in "
+            "single precision; drop or impute such rows, or scale the inputs."
         )
 
 
@@ -302,8 +300,8 @@ def _warn_of_scales(client: ClientModel, unit: NetworkUnit) -> bool:
             far.append(f"the outcomes {value.name!r} ({size:.3g})")
     if far:
         logger.warning(
-            "client %s: %s: the root mean square of the largest column is far from 1, for which steps of networks are "
-            "made; bring inputs and outcomes to mean 0 and unit scale by constants that all clients agree on",
+            "client %s: %s: the root mean square of the largest column is far from 1; bring inputs and outcomes to "
+            "mean 0 and unit scale by constants that all clients agree on",
             client.client_id,
             " and ".join(far),
         )
@@ -335,14 +333,13 @@ def _require_same_again(unit: NetworkUnit) -> None:
 
     if not _repeated(output(rows()), output(rows())):
         raise DeclarationError(
-            f"client {unit.client_id!r}: the network gives another output when it is asked again: it draws at random, "
-            "or remembers earlier calls. Call net.eval() first, and take out what still draws."
+            f"client {unit.client_id!r}: the network gives another output when it is asked again; call net.eval() "
+            "first, and take out what still draws or remembers calls."
         )
     reused = rows()
     if not _repeated(output(reused), output(reused)):
         raise DeclarationError(
-            f"client {unit.client_id!r}: the network writes over its inputs; give its first layer inplace=False, or "
-            "begin its forward with x = x.clone()."
+            f"client {unit.client_id!r}: the network writes over its inputs; give its first layer inplace=False."
         )
 
 
@@ -362,8 +359,8 @@ def _require_slopes(unit: NetworkUnit) -> None:
         if any(bool(torch.any(slope != 0)) for slope in gradients(output, list(leaves.values()), weights)):
             return
     raise DeclarationError(
-        f"client {unit.client_id!r}: the network's output has no slope in any of its weights, so that training would "
-        "leave them; take out what cuts slopes off: .detach(), torch.no_grad(), sign, round or argmax."
+        f"client {unit.client_id!r}: the network's output has no slope in any of its weights; take out what cuts "
+        "slopes off: .detach(), torch.no_grad(), sign, round or argmax."
     )
 
 

@@ -95,8 +95,7 @@ def check_network(client: ClientView, algorithm: str, *trained: str | tuple[str,
     if wrong:
         raise DeclarationError(
             f"the prior of {', '.join(f'{name!r} ({kinds[name]})' for name in wrong)} is not one of independent "
-            f"normals, which {algorithm} needs. Declare shared weights by fedppl.nn.parameters or pm.Normal, and "
-            "unknowns of the likelihood by pm.Normal, or pm.LogNormal for a scale or a step between cut points."
+            f"normals, which {algorithm} needs; use pm.Normal, or pm.LogNormal for a scale or a step between cut points."
         )
     for which in trained:
         if which is not None:
@@ -110,8 +109,8 @@ def check_unknowns(client: ClientView, algorithm: str, *trained: str | tuple[str
     reached = set(np.concatenate([np.zeros(0, int), *(unit.places(which) for which in trained)]))
     if untrained := [name for name in sorted(names) if not set(unit.places((name,))) <= reached]:
         raise DeclarationError(
-            f"{untrained} of the likelihood are unknown and local, and no round of {algorithm} trains them; name them "
-            "in FederatedModel(shared=...), declare constants, or use fedppl.nn.FedAvg with phases= that train them."
+            f"{untrained} of the likelihood are unknown and local, and no round of {algorithm} trains them; share "
+            "them, declare constants, or use fedppl.nn.FedAvg(phases=...)."
         )
 
 
@@ -151,7 +150,7 @@ def whole_network(algorithm: str, head: tuple[str, ...] | None = None) -> Needs:
         if client.local_size:
             raise DeclarationError(
                 f"{[v.name for v in client.local]} are local, and this algorithm shares whole networks; name weights "
-                "and unknowns in FederatedModel(shared=...), or use fedppl.nn.FedAvg or fedppl.nn.FedSI."
+                "and unknowns in FederatedModel(shared=...), or use fedppl.nn.FedSI."
             )
         if head is not None:
             head_of(client.view(network_of), head)
@@ -330,9 +329,9 @@ def network_result(
     ) -> Draws:
         size, count = client.shared_size + client.local_size, draws * chains
         if count * size > _MOST:
+            gigabytes = count * size * 8 / 1e9
             raise DeclarationError(
-                f"{count} draws of {size} weights are {count * size * 8 / 1e9:.1f} GB. Pass draws= and "
-                "chains= for fewer, or predict in closed form by fedppl.nn.predict(fit, client, inputs)."
+                f"{count} draws of {size} weights are {gigabytes:.1f} GB. Pass draws= or use fedppl.nn.predict."
             )
         own, unit = personalise(client, personal, message, rng), client.view(network_of)
         w = np.broadcast_to(own.weights, (count, size)).copy()
@@ -362,8 +361,7 @@ def tuned(
     unit, local, (which, training) = client.view(network_of), fitting_local(client, personal and personal.local), tuning
     if local is None and not set(unit.local_at) <= set(unit.places(which) if which is not None else ()):
         logger.warning(
-            "client %s has no local weights of its own, and takes those that all clients start from; an algorithm with "
-            'tune="local" fine-tunes them',
+            'client %s has no local weights of its own, and takes those that all start from; tune="local" trains them',
             client.client_id,
         )
     start = unit.weights(message["mean"], local)
