@@ -117,7 +117,7 @@ def copy_of(net: torch.nn.Module) -> torch.nn.Module:
             except Exception as error:  # each attribute has exceptions of its own
                 raise DeclarationError(
                     f"the network {type(net).__name__} cannot be copied ({reason(error)}). Keep locks, files, "
-                    "generators and what follows from parameters (torch.nn.utils.parametrizations) out of its attributes."
+                    "generators and what parameters give (torch.nn.utils.parametrizations) out of its attributes."
                 ) from error
         return cached[1]
 

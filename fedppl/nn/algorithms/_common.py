@@ -95,7 +95,7 @@ def check_network(client: ClientView, algorithm: str, *trained: str | tuple[str,
     if wrong:
         raise DeclarationError(
             f"the prior of {', '.join(f'{name!r} ({kinds[name]})' for name in wrong)} is not one of independent "
-            f"normals, which {algorithm} needs; use pm.Normal, or pm.LogNormal for a scale or a step between cut points."
+            f"normals, which {algorithm} needs; use pm.Normal, or pm.LogNormal for a scale or a cut point."
         )
     for which in trained:
         if which is not None:
