@@ -181,13 +181,15 @@ LossFn = Callable[[State, Minibatch], torch.Tensor]  # the sum over clients of t
 
 
 class Weights:
-    """Weights of clients, stacked by parameter; the `moving` ones, with weights at `free`, are leaves, (K, ...).
+    """Weights of clients, stacked by parameter; those that are `moving` are leaves, (K, ...).
 
     Matrices of linear layers are transposed in memory, so that slopes need no copy.
     """
 
-    def __init__(self, net: torch.nn.Module, W: Array, free: Places, dtype: torch.dtype, device: torch.device) -> None:
-        self._slices, self._device = functional.parameter_slices(net), device
+    def __init__(
+        self, net: torch.nn.Module, W: Array, moving: Sequence[str], dtype: torch.dtype, place: torch.device
+    ) -> None:
+        self._slices, self._device = functional.parameter_slices(net), place
         self._shapes = {name: value.shape for name, value in net.named_parameters()}
         self._transposed = {
             f"{name}.weight" if name else "weight"
@@ -195,7 +197,7 @@ class Weights:
             if type(layer) is torch.nn.Linear
         }
         values = {name: self._cut(W, name, dtype) for name in self._slices}
-        self.moving = {name: values.pop(name) for name in functional.names_at(net, free)}
+        self.moving = {name: values.pop(name) for name in moving}
         self._fixed = {name: self._shown(name, value) for name, value in values.items()}
         self._first: dict[int, tuple[list[torch.Tensor], State]] = {}
 
@@ -259,7 +261,8 @@ def train_together(
     `priors` are means and precisions by client. Returns weights (K, d), and which clients' training succeeded; weights
     of the others are invalid.
     """
-    weights, through = Weights(stack.net, W, free, dtype, stack.X.device), forward(stack.net, dtype, stack.X.device)
+    moving, place = stack.units[0].names_at(free), stack.X.device
+    weights, through = Weights(stack.net, W, moving, dtype, place), forward(stack.net, dtype, place)
     likelihood = stack.units[0].likelihood
 
     def loss(state: State, batch: Minibatch) -> torch.Tensor:
@@ -372,7 +375,8 @@ def train_below_together(
     """
     body = without_head(copy.deepcopy(stack.net), head)
     place = stack.X.device
-    weights, through = Weights(stack.net, W, below, dtype, place), forward(body, dtype, place)
+    weights = Weights(stack.net, W, stack.units[0].names_at(below), dtype, place)
+    through = forward(body, dtype, place)
     likelihood, own = stack.units[0].likelihood, [name for name, _ in body.named_parameters()]
     means, spreads = (functional.tensor(value, dtype, place) for value in q)
     noise = [head_noise(draws, means.shape[1], functional.generator_of(rng), dtype) for rng in rngs]

@@ -62,12 +62,6 @@ def positions(net: torch.nn.Module, names: Iterable[str]) -> Places:
     return np.concatenate([np.zeros(0, dtype=np.int64), *(np.r_[slices[name]] for name in names)])
 
 
-def names_at(net: torch.nn.Module, places: Places) -> list[str]:
-    """Names of the parameters that have some of these places of the flat vector."""
-    chosen = np.isin(np.arange(size_of(net)), places)
-    return [name for name, at in parameter_slices(net).items() if chosen[at].any()]
-
-
 def reason(error: Exception) -> str:
     """An exception's type and the first line of its text."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -13,28 +13,13 @@ from fedppl.nn.functional import Places, call, generator_of, gradients, host, pa
 from fedppl.nn.head import Head, expected_loss, features, head_slopes, without_head
 from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.subnet import Subnetwork, along, chunks
-from fedppl.nn.train import (
-    RISE,
-    Leaves,
-    Training,
-    arranged,
-    batches,
-    loss_at,
-    optimizer_of,
-    require_bounded,
-    require_no_rise,
-    take_step,
-)
+from fedppl.nn.train import Leaves, Training, batches, loss_at, optimizer_of, require_bounded, require_no_rise, rows_of
 from fedppl.nn.unit import NetworkUnit, outcomes, outputs
 from fedppl.types import Array, LocalFailure
 
 _DIFFERENCE = 1e-2  # of weights, for a product with the Hessian
 _DRAWS = 32  # of all weights, to check that a bound fell
 _Normals = tuple[tuple[Array, Array], tuple[Array, Array]]  # means and sds of q, and of p
-
-
-def _rows(unit: NetworkUnit, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
 
 
 def _loss(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -65,7 +50,7 @@ def meta_steps(
     The three gradients are of three batches; δ is 0.01. F tells divergence: f itself may rise far on the
     way to weights that are good after a step.
     """
-    (X, y), flat = _rows(unit, dtype), unit.tensor(np.array(w), dtype)
+    (X, y), flat = rows_of(unit, unit.net, dtype), unit.tensor(np.array(w), dtype)
     before = _ahead(unit, flat, X, y, inner_rate)
     for batch in batches(len(X), steps, rng):
         second, third = (torch.from_numpy(rng.choice(len(X), len(batch), replace=False)) for _ in range(2))
@@ -77,8 +62,8 @@ def meta_steps(
             sides = [_gradient(unit, flat + sign * u, taken(X, third), taken(y, third)) for sign in (1, -1)]
             g = g - inner_rate * length / (2 * _DIFFERENCE) * (sides[0] - sides[1])
         flat = flat - steps.learning_rate * g
-    if not _ahead(unit, flat, X, y, inner_rate) <= before + RISE:
-        raise LocalFailure("training raised the loss after a client's own step; lower learning_rate= or inner_rate=")
+    rise = _ahead(unit, flat, X, y, inner_rate) - before
+    require_no_rise("learning_rate= or inner_rate=", rise, what="loss after a client's own step")
     return require_bounded(host(flat), w)
 
 
@@ -105,7 +90,7 @@ def further_gain(unit: NetworkUnit, start: Array, end: Array, prior: tuple[Array
 
     Means m and precisions p of a prior are those of the weights at `free`.
     """
-    X, y = _rows(unit, torch.float32)
+    X, y = rows_of(unit, unit.net, torch.float32)
     slope = host(_slope(unit, unit.tensor(np.array(end), torch.float32), X, y))[free]
     if prior is not None:
         slope = slope + prior[1] * (end[free] - prior[0]) / len(X)
@@ -129,7 +114,7 @@ def moreau_steps(
     by `inner` = (rate, number) gradient steps on one batch from w, which take the quadratic exactly: a step of rate p
     on f and then the proximal map of the quadratic. Returns w and the last θ.
     """
-    X, y = rows, labels = _rows(unit, dtype)
+    X, y = rows, labels = rows_of(unit, unit.net, dtype)
     flat = theta = centre = unit.tensor(np.array(w), dtype)
     at_start = loss_at(unit, host(flat))
     for batch in batches(len(X), steps, rng):
@@ -143,10 +128,10 @@ def moreau_steps(
     with torch.no_grad():
         after = float(_loss(unit, theta, rows, labels) + 0.5 * lam * torch.sum((theta - centre) ** 2))
         before = float(_loss(unit, centre, rows, labels))
-    require_no_rise(after - before, "inner_rate=")
+    require_no_rise("inner_rate=", after - before)
     ended = host(flat)
     rise = loss_at(unit, ended) - at_start if np.all(np.isfinite(ended)) else np.inf
-    require_no_rise(rise, "learning_rate= or inner_rate=")
+    require_no_rise("learning_rate= or inner_rate=", rise)
     return ended, host(theta)
 
 
@@ -171,7 +156,7 @@ def bayes_steps(
     q starts at `start`, or at p; p is fixed without `follow`. Returns means and sds of q and of p. Steps have diverged
     where both the loss at the mean of q and the first objective rose far.
     """
-    (X, y), source = _rows(unit, dtype), generator_of(rng)
+    (X, y), source = rows_of(unit, unit.net, dtype), generator_of(rng)
 
     def raw(pair: tuple[Array, Array]) -> list[torch.Tensor]:
         middle, spread = (np.array(value, dtype=float) for value in pair)
@@ -205,9 +190,10 @@ def bayes_steps(
     if not all(np.all(np.isfinite(value)) for pair in ended for value in pair):
         raise LocalFailure("a posterior is not finite; lower learning_rate=")
     # q moves towards p, whose loss may be far higher, and to weights robust to noise; p follows q, whatever its loss.
-    if not loss_at(unit, ended[0][0]) - max(loss_at(unit, middle) for middle, _ in started) <= RISE:
-        rise = _bound(unit, ended, strength) - _bound(unit, started, strength)
-        require_no_rise(rise, "learning_rate=", "bound")
+    rise = loss_at(unit, ended[0][0]) - max(loss_at(unit, middle) for middle, _ in started)
+    require_no_rise(
+        "learning_rate=", rise, lambda: _bound(unit, ended, strength) - _bound(unit, started, strength), what="bound"
+    )
     return ended
 
 
@@ -322,22 +308,25 @@ def train_below(
     Raises `LocalFailure` if the loss is not finite, or rose far at the head's mean and under draws of it.
     """
     flat = np.asarray(w, dtype=float)
-    leaves = Leaves(unit, flat, below, dtype)
+    leaves = Leaves(unit, flat, below, settings, dtype)
     mean, spread = (unit.tensor(np.asarray(value, dtype=float), dtype) for value in q)
-    optimizer = optimizer_of(leaves.moving, settings.learning_rate, settings.momentum)
     body = without_head(leaves.net, head)
     noise = head_noise(draws, len(mean), generator_of(rng), dtype)
     with torch.enable_grad():
         for batch in batches(len(leaves.X), settings, rng):
             z, v = body(taken(leaves.X, batch)), mean + spread * next(noise).to(mean.device)
-            take_step(optimizer, leaves, expected_loss(unit, head, z, taken(leaves.y, batch), v))
+            leaves.descend(expected_loss(unit, head, z, taken(leaves.y, batch), v))
     trained = require_bounded(leaves.result(flat), flat)
-    if not loss_at(unit, trained, dtype=dtype) - loss_at(unit, flat, dtype=dtype) <= RISE:
+
+    def rise_under_draws() -> float:
         drawn = torch.randn(_FEW, len(mean), generator=torch.Generator().manual_seed(0), dtype=dtype).to(mean.device)
-        with torch.no_grad():  # the objective, under the same draws
-            zs = (features(unit, head, weights, dtype=dtype) for weights in (trained, flat))
+        zs = (features(unit, head, weights, dtype=dtype) for weights in (trained, flat))
+        with torch.no_grad():
             after, before = (float(expected_loss(unit, head, z, leaves.y, mean + spread * drawn)) for z in zs)
-        require_no_rise(after - before, "learning_rate=")
+        return after - before
+
+    rise = loss_at(unit, trained, dtype=dtype) - loss_at(unit, flat, dtype=dtype)
+    require_no_rise("learning_rate=", rise, rise_under_draws)
     return trained
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,19 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fedppl.nn.functional import (
-    Places,
-    by_parts,
-    call,
-    cast,
-    gradients,
-    host,
-    names_at,
-    parameter_slices,
-    pieces,
-    taken,
-    tensor,
-)
+from fedppl.nn.functional import Places, by_parts, call, cast, gradients, host, parameter_slices, pieces, taken, tensor
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.types import Array, LocalFailure
 
@@ -63,47 +52,44 @@ def train(
     start, alone and with the priors' part, or is not finite.
     """
     flat = np.asarray(w, dtype=float)
-    leaves = Leaves(unit, flat, free, dtype)
+    leaves = Leaves(unit, flat, free, settings, dtype)
     (net, X), y = _upper_layers(leaves.net, leaves.X), leaves.y
 
     def loss_of_all() -> float:
         with torch.no_grad():  # a layer in place would overwrite the inputs
             return float(unit.likelihood.mean(by_parts(net, lambda rows: net(rows.clone()), X), y))
 
-    pulls = pulls_of(leaves.split, flat, free, prior, len(X), linear)
-    optimizer = optimizer_of(leaves.moving, settings.learning_rate, settings.momentum)
-    before = loss_of_all()
+    pulls, before = pulls_of(leaves.split, flat, free, prior, len(X), linear), loss_of_all()
     with torch.enable_grad():
         for batch in batches(len(X), settings, rng):
             loss = unit.likelihood.mean(net(taken(X, batch)), taken(y, batch))
             if penalty is not None:
                 loss = loss + penalty(leaves.at(unit.local_at)) / len(X)
-            take_step(optimizer, leaves, loss, pulls)
+            leaves.descend(loss, pulls)
     after, trained = loss_of_all(), leaves.result(flat)
-    # With a correction the loss may rise, to a finite value.
-    rise = 0.0 if linear is not None and np.isfinite(after) else after - before
-    if linear is None and not rise <= RISE:
-        prior_after, prior_before = (_prior_loss(unit, w, free, prior, penalty) for w in (trained, flat))
-        rise = rise + (prior_after - prior_before) / len(X)  # a better prior may offset a higher loss
-    require_no_rise(rise, f"{rate}=")
+
+    def prior_loss(w: Array) -> float:
+        """Minus the log density of the priors at w, for one row, without constants."""
+        normal = 0.0 if prior is None else 0.5 * float(np.sum(prior[1] * (w[free] - prior[0]) ** 2))
+        with torch.no_grad():
+            other = 0.0 if penalty is None else float(penalty(unit.tensor(w[unit.local_at], torch.float64)))
+        return (normal + other) / len(X)
+
+    if linear is None or not np.isfinite(after):  # with a correction the loss may rise, to a finite value
+        # A better prior may offset a higher loss.
+        require_no_rise(f"{rate}=", after - before, lambda: after - before + prior_loss(trained) - prior_loss(flat))
     return require_bounded(trained, flat, rate)
 
 
-def require_no_rise(rise: float, rates: str, what: str = "loss") -> None:
-    """Raises `LocalFailure` where training raised the loss of a row far, or to what is no number."""
-    if not rise <= RISE:
+def require_no_rise(
+    rates: str, rise: float, otherwise: Callable[[], float] | None = None, *, what: str = "loss"
+) -> None:
+    """Raises `LocalFailure` where the loss of a row rose far, or is no number.
+
+    Likewise that of all, computed by `otherwise`, as a higher loss may be that of a better objective.
+    """
+    if not rise <= RISE and (otherwise is None or not otherwise() <= RISE):
         raise LocalFailure(f"training raised the {what} instead of lowering it; lower {rates}")
-
-
-def _prior_loss(
-    unit: NetworkUnit, w: Array, free: Places, prior: tuple[Array, Array] | None, penalty: _Penalty | None
-) -> float:
-    """Minus the log density of the priors at w, without constants."""
-    normal = 0.0 if prior is None else 0.5 * float(np.sum(prior[1] * (w[free] - prior[0]) ** 2))
-    if penalty is None:
-        return normal
-    with torch.no_grad():
-        return normal + float(penalty(unit.tensor(w[unit.local_at], torch.float64)))
 
 
 def require_bounded(weights: Array, start: Array, rate: str = "learning_rate") -> Array:
@@ -119,8 +105,8 @@ class Leaves:
     With the client's rows X and outcomes y.
     """
 
-    def __init__(self, unit: NetworkUnit, w: Array, free: Places, dtype: torch.dtype) -> None:
-        self._slices, self._names = parameter_slices(unit.net), names_at(unit.net, free)
+    def __init__(self, unit: NetworkUnit, w: Array, free: Places, settings: Training, dtype: torch.dtype) -> None:
+        self._slices, self._names = parameter_slices(unit.net), unit.names_at(free)
         self.net, place = copy.deepcopy(unit.net), unit.place(dtype)
         if any(value.device != place for value in self.net.parameters()):
             self.net.to("cpu").to(dtype).to(place)  # in this order: "mps" takes no float64
@@ -131,7 +117,8 @@ class Leaves:
         for buffer in self.net.buffers():
             buffer.data = cast(buffer.data, dtype)
         self.moving: list[torch.Tensor] = [self.net.get_parameter(name) for name in self._names]
-        self.X, self.y = arranged(self.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
+        self.X, self.y = rows_of(unit, self.net, dtype)
+        self._optimizer = optimizer_of(self.moving, settings.learning_rate, settings.momentum) if self.moving else None
 
     def split(self, values: Array) -> list[torch.Tensor]:
         """A flat vector (d,) cut as the moving parameters are."""
@@ -139,6 +126,17 @@ class Leaves:
             tensor(np.array(values[self._slices[name]], dtype=float), leaf.dtype, leaf.device).view_as(leaf)
             for name, leaf in zip(self._names, self.moving, strict=True)
         ]
+
+    def descend(
+        self, loss: torch.Tensor, pulls: Pulls = None, others: Sequence[torch.Tensor] = ()
+    ) -> list[torch.Tensor]:
+        """One step of the optimizer down the loss, with the gradients `pulls` added; returns those in `others`."""
+        slopes = slopes_of(loss, [*self.moving, *others], pulls)
+        for leaf, slope in zip(self.moving, slopes, strict=False):
+            leaf.grad = slope
+        if self._optimizer is not None:
+            self._optimizer.step()
+        return slopes[len(self.moving) :]
 
     def at(self, places: Places) -> torch.Tensor:
         """Weights at these places of the flat vector, differentiable by torch."""
@@ -153,17 +151,15 @@ class Leaves:
         return moved
 
 
-def arranged(net: torch.nn.Module, X: torch.Tensor) -> torch.Tensor:
-    """Images with channels last in memory, where the network accepts them: convolutions are faster."""
-    if X.ndim != 4:
-        return X
-    channels_last = X.contiguous(memory_format=torch.channels_last)
-    try:
-        with torch.no_grad():
+def rows_of(unit: NetworkUnit, net: torch.nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """X and y; images with channels last in memory, where the network accepts them: convolutions are faster."""
+    X, y = unit.tensor(unit.X, dtype), outcomes(unit, dtype)
+    if X.ndim == 4:
+        channels_last = X.contiguous(memory_format=torch.channels_last)
+        with contextlib.suppress(RuntimeError), torch.no_grad():  # a view in its forward needs the usual order
             net(channels_last[:2])
-    except RuntimeError:  # a view in its forward needs the usual order
-        return X
-    return channels_last
+            return channels_last, y
+    return X, y
 
 
 def batches(rows: int, settings: Training, rng: np.random.Generator) -> Iterator[torch.Tensor]:
@@ -212,13 +208,6 @@ def pulls_of(
     if linear is not None:
         constant[..., free] += np.asarray(linear)
     return list(zip(cut(slope), cut(constant), strict=True))
-
-
-def take_step(optimizer: torch.optim.Optimizer, leaves: Leaves, loss: torch.Tensor, pulls: Pulls = None) -> None:
-    """One step of the optimizer down the loss, with the gradients `pulls` added."""
-    for leaf, slope in zip(leaves.moving, slopes_of(loss, leaves.moving, pulls), strict=True):
-        leaf.grad = slope
-    optimizer.step()
 
 
 def slopes_of(loss: torch.Tensor, leaves: Sequence[torch.Tensor], pulls: Pulls = None) -> list[torch.Tensor]:

@@ -111,6 +111,11 @@ class NetworkUnit:
             raise DeclarationError(f"{which!r} names no weights; share others, name some, or pass tune=None.")
         return positions
 
+    def names_at(self, places: Places) -> list[str]:
+        """Names of the parameters that have weights at some of these places."""
+        chosen = np.isin(np.arange(self.size), places)
+        return [name for name, at in functional.parameter_slices(self.declared.net).items() if chosen[at].any()]
+
     def loaded(self, w: Array) -> torch.nn.Module:
         """A copy of the declared network with these weights."""
         net, flat = copy.deepcopy(self.declared.plain), torch.from_numpy(np.asarray(w)).to(torch.get_default_dtype())

@@ -20,7 +20,7 @@ from fedppl.nn.functional import Places, generator_of, host, taken
 from fedppl.nn.head import Head, expected_loss, features, head_of, without_head
 from fedppl.nn.personal import HeadSteps, head_posteriors, train_below
 from fedppl.nn.subnet import Subnetwork
-from fedppl.nn.train import RISE, Leaves, Training, batches, loss_at, optimizer_of, require_bounded, slopes_of
+from fedppl.nn.train import Leaves, Training, batches, loss_at, require_bounded, require_no_rise
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import Own, network_of, own_of
 from fedppl.settings import between, described, flag, positive, whole
@@ -539,9 +539,8 @@ def langevin_steps(
     flat, rows = np.array(w, dtype=float), len(unit.X)
     flat[head.places] = start
     fixed_features = None if len(below) else features(unit, head, flat, dtype=dtype)
-    leaves = Leaves(unit, flat, below, dtype)
+    leaves = Leaves(unit, flat, below, settings, dtype)
     body = without_head(leaves.net, head)
-    optimizer = optimizer_of(leaves.moving, settings.learning_rate, settings.momentum) if leaves.moving else None
     v = unit.tensor(np.array(start, dtype=float), dtype).requires_grad_()
     centre, spread = unit.tensor(np.array(prior[0], dtype=float), dtype), prior[1]
     rho = float(np.exp(-head_rate / (rows * spread**2)))
@@ -551,11 +550,7 @@ def langevin_steps(
         for batch in batches(rows, settings, rng):
             z = body(taken(leaves.X, batch)) if fixed_features is None else taken(fixed_features, batch)
             loss = expected_loss(unit, head, z, taken(leaves.y, batch), v[None])
-            *slopes, slope = slopes_of(loss, [*leaves.moving, v])
-            for leaf, gradient in zip(leaves.moving, slopes, strict=True):
-                leaf.grad = gradient
-            if optimizer is not None:
-                optimizer.step()
+            (slope,) = leaves.descend(loss, others=[v])
             with torch.no_grad():
                 noise = torch.randn(len(v), generator=source, dtype=dtype).to(v.device)
                 v.copy_(centre + rho * (v - head_rate * slope - centre) + spread * (1 - rho**2) ** 0.5 * noise)
@@ -565,8 +560,9 @@ def langevin_steps(
     moved[head.places] = mean
     after = np.array([loss_at(unit, moved, dtype=dtype), _pull(mean, prior, rows)])
     # The head moves towards its population too, whose mean others may have moved far away.
-    if not np.isfinite(after[0]) or (len(below) and not min(after[0] - before[0], sum(after - before)) <= RISE):
-        raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate= or head_rate=")
+    if len(below) or not np.isfinite(after[0]):
+        rises = after - before
+        require_no_rise("learning_rate= or head_rate=", rises[0], lambda: float(sum(rises)))
     moved[head.places] = states[-1]
     return require_bounded(moved, flat), Chain(states[-1], mean, half.std(axis=0))
 
