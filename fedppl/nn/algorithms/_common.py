@@ -11,24 +11,9 @@ import numpy as np
 import torch
 from numpy.random import Generator
 
-from fedppl import gaussian
+from fedppl import contracts
 from fedppl.algorithms.averaging.fedavg import KeptLocal, average, fitting_local, not_counted, root_mean_square_change
-from fedppl.contracts import (
-    Batch,
-    CheckFn,
-    ClientUpdate,
-    ClientView,
-    Disclosure,
-    Draws,
-    Needs,
-    Part,
-    Point,
-    Received,
-    Replies,
-    Report,
-    Result,
-    always,
-)
+from fedppl.contracts import ClientUpdate, ClientView, Draws, Part, Point, Received, Report, Result
 from fedppl.contracts.client import BatchFn
 from fedppl.local.target import at_points
 from fedppl.nn.batch import groups
@@ -137,12 +122,12 @@ def unused_priors(
     return tuple(names)
 
 
-def needs(check: CheckFn, unused: Callable[[ClientView], tuple[str, ...]] = unused_priors) -> Needs:
+def needs(check: contracts.CheckFn, unused: Callable[[ClientView], tuple[str, ...]] = unused_priors) -> contracts.Needs:
     """Needs of a client's model: a network, which has its own gradients."""
-    return Needs(check, kernel=False, diagonal_prior=True, unused_priors=unused)
+    return contracts.Needs(check, kernel=False, diagonal_prior=True, unused_priors=unused)
 
 
-def whole_network(algorithm: str, head: tuple[str, ...] | None = None) -> Needs:
+def whole_network(algorithm: str, head: tuple[str, ...] | None = None) -> contracts.Needs:
     """Needs of a client's model: a network, all of it shared, with this head, if any, for its last layer."""
 
     def check(client: ClientView) -> None:
@@ -158,7 +143,7 @@ def whole_network(algorithm: str, head: tuple[str, ...] | None = None) -> Needs:
     return needs(check)
 
 
-def batch_of(updates: BatchFn[P], unreported: BatchFn[P] | None = None) -> Batch[P]:
+def batch_of(updates: BatchFn[P], unreported: BatchFn[P] | None = None) -> contracts.Batch[P]:
     """The functions of one client, and of clients with one network, by those of a group, which may be one client.
 
     Of one client alone they raise `LocalFailure` where they would give None.
@@ -175,7 +160,7 @@ def batch_of(updates: BatchFn[P], unreported: BatchFn[P] | None = None) -> Batch
         return update.personal, update.info
 
     update_client = functools.partial(alone, updates)
-    return Batch(update_client, unreported and unreported_alone, groups, updates, unreported)
+    return contracts.Batch(update_client, unreported and unreported_alone, groups, updates, unreported)
 
 
 # The rows for which a network's units are open, which a site checks before it replies with weights or gradients -------
@@ -253,11 +238,6 @@ class NetworkInfo(NamedTuple):
     change: float  # root mean square of the change of the shared weights
 
 
-def init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> NetworkState:
-    """Start at the mean of the declared prior."""
-    return NetworkState(gaussian.mean(layout.prior))
-
-
 def broadcast(state: Any, client_id: str) -> Message:
     """The shared weights, phi in any state."""
     return {"mean": state.phi}
@@ -301,13 +281,13 @@ def run_away(name: str, weights: Array, before: Array) -> str | None:
 
 
 # Shared by FedAvg and its variants, beside the functions above.
-REPLIES = Replies[Any](
+REPLIES = contracts.Replies[Any](
     lambda state: {"weighted": state.phi.shape, "weight": ()},
     lambda state, reply: not_counted(reply, "weight") or run_away("weighted", average(reply), state.phi),
-    always,
+    contracts.always,
 )
 ESTIMATE = Point[Any](lambda state: state.phi)
-AT_MEAN = Disclosure(functools.partial(at_points, name="mean"), by_row=open_rows)
+AT_MEAN = contracts.Disclosure(functools.partial(at_points, name="mean"), by_row=open_rows)
 
 
 # A client's own network when the rounds are over, and draws of it -----------------------------------------------------

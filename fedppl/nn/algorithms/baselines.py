@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.random import Generator
 
-from fedppl import gaussian
+from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging.fedavg import not_counted, weight_of, weighted, weights_rule
-from fedppl.contracts import (
-    Algorithm,
-    ClientUpdate,
-    ClientView,
-    Disclosure,
-    Needs,
-    Point,
-    Received,
-    Replies,
-    Report,
-    always,
-)
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report
+from fedppl.contracts.client import ClientFn
 from fedppl.local.target import at_points
 from fedppl.nn.algorithms import _common
 from fedppl.nn.functional import Places
@@ -30,9 +20,11 @@ from fedppl.nn.personal import bayes_steps, meta_steps, moreau_steps
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.train import GROWTH, Training, loss_at, train
 from fedppl.nn.unit import NetworkUnit
-from fedppl.nn.view import Own, network_of
+from fedppl.nn.view import Own, PersonaliseFn, network_of
 from fedppl.settings import between, described, positive, whole
 from fedppl.types import Array, DeclarationError, Layout, Message
+
+P = TypeVar("P")
 
 
 def PerFedAvg(
@@ -73,35 +65,33 @@ def PerFedAvg(
     training = _common.training_rule(learning_rate, epochs, batch_size, momentum=0.0)
     inner, rule = positive("inner_rate", inner_rate), weights_rule(weights)
     tuning = _common.tuning_rule("all", inner, tune_epochs, batch_size, momentum=0.0)
-    return Algorithm[_common.NetworkState, None](
-        name="nn.PerFedAvg",
-        settings=described(training, inner_rate=inner, weights=weights, tune_epochs=tuning.training.epochs),
-        init=_common.init,
+
+    def update_client(client: ClientView, personal: None, message: Message, rng: Generator) -> ClientUpdate[None]:
+        unit = client.view(network_of)
+        w = meta_steps(unit, unit.weights(message["mean"]), training, inner, rng)
+        return ClientUpdate(None, weighted(w[unit.shared_at], weight_of(client, rule)))
+
+    settings = described(training, inner_rate=inner, weights=weights, tune_epochs=tuning.training.epochs)
+    personalise = functools.partial(_common.tuned, tuning=tuning, rate="inner_rate")
+    return _averaged("nn.PerFedAvg", settings, update_client, personalise)
+
+
+def _averaged(
+    name: str, settings: Mapping[str, str], update_client: ClientFn[P], personalise: PersonaliseFn[P]
+) -> Algorithm[_common.NetworkState, P]:
+    """An algorithm that averages whole networks."""
+    return Algorithm[_common.NetworkState, P](
+        name=name,
+        settings=settings,
+        init=lambda layout, clients, rng: _common.NetworkState(gaussian.mean(layout.prior)),
         broadcast=_common.broadcast,
-        update_client=functools.partial(_per_fedavg_update_client, training=training, inner=inner, weights=rule),
+        update_client=update_client,
         update_server=_common.update_server,
         replies=_common.REPLIES,
-        result=_common.network_result(
-            _common.broadcast, functools.partial(_common.tuned, tuning=tuning, rate="inner_rate"), _common.ESTIMATE
-        ),
-        needs=_common.whole_network("nn.PerFedAvg"),
+        result=_common.network_result(_common.broadcast, personalise, _common.ESTIMATE),
+        needs=_common.whole_network(name),
         disclosure=_common.AT_MEAN,
     )
-
-
-def _per_fedavg_update_client(
-    client: ClientView,
-    personal: None,
-    message: Message,
-    rng: Generator,
-    *,
-    training: Training,
-    inner: float,
-    weights: str,
-) -> ClientUpdate[None]:
-    unit = client.view(network_of)
-    w = meta_steps(unit, unit.weights(message["mean"]), training, inner, rng)
-    return ClientUpdate(None, weighted(w[unit.shared_at], weight_of(client, weights)))
 
 
 # pFedMe: personal networks near a shared one, which descends the envelope of their losses -----------------------------
@@ -111,13 +101,6 @@ class MoreauClientState(NamedTuple):
     """A client's personal state."""
 
     own: Array  # θ_k, (m,)
-
-
-class _Moreau(NamedTuple):
-    training: Training
-    lam: float
-    inner: tuple[float, int]
-    weights: str
 
 
 def PFedMe(
@@ -164,40 +147,27 @@ def PFedMe(
     if training.learning_rate * lam > 1:
         raise DeclarationError(f"learning_rate={learning_rate} times lam={lam} must be at most 1, or w steps beyond θ.")
     inner = positive("inner_rate", inner_rate), whole("inner_steps", inner_steps)
-    settings = _Moreau(training, lam, inner, weights_rule(weights))
-    return Algorithm[_common.NetworkState, MoreauClientState](
-        name="nn.PFedMe",
-        settings=described(settings),
-        init=_common.init,
-        broadcast=_common.broadcast,
-        update_client=functools.partial(_pfedme_update_client, settings=settings),
-        update_server=_common.update_server,
-        replies=_common.REPLIES,
-        result=_common.network_result(
-            _common.broadcast,
-            # θ_k around the last φ, computed again: it is not the client's personal state.
-            lambda client, personal, message, rng: Own(client, _pfedme_steps(client, message, rng, settings)[1], None),
-            _common.ESTIMATE,
-        ),
-        needs=_common.whole_network("nn.PFedMe"),
-        disclosure=_common.AT_MEAN,
+    settings = described({"training": training, "lam": lam, "inner": inner, "weights": weights_rule(weights)})
+
+    def steps(client: ClientView, message: Message, rng: Generator) -> tuple[Array, Array]:
+        """w_k and θ_k, in torch's order."""
+        unit = client.view(network_of)
+        return moreau_steps(unit, unit.weights(message["mean"]), training, lam, inner, rng)
+
+    def update_client(
+        client: ClientView, personal: MoreauClientState | None, message: Message, rng: Generator
+    ) -> ClientUpdate[MoreauClientState]:
+        w, theta = steps(client, message, rng)
+        shared = client.view(network_of).shared_at
+        return ClientUpdate(MoreauClientState(theta), weighted(w[shared], weight_of(client, weights)))
+
+    # In the end θ_k around the last φ, computed again: it is not the client's personal state.
+    return _averaged(
+        "nn.PFedMe",
+        settings,
+        update_client,
+        lambda client, personal, message, rng: Own(client, steps(client, message, rng)[1], None),
     )
-
-
-def _pfedme_steps(client: ClientView, message: Message, rng: Generator, settings: _Moreau) -> tuple[Array, Array]:
-    """w_k and θ_k, in torch's order."""
-    unit = client.view(network_of)
-    w = unit.weights(message["mean"])
-    return moreau_steps(unit, w, settings.training, settings.lam, settings.inner, rng)
-
-
-def _pfedme_update_client(
-    client: ClientView, personal: MoreauClientState | None, message: Message, rng: Generator, *, settings: _Moreau
-) -> ClientUpdate[MoreauClientState]:
-    """Steps of w_k from φ; θ_k stays."""
-    w, theta = _pfedme_steps(client, message, rng, settings)
-    shared = client.view(network_of).shared_at
-    return ClientUpdate(MoreauClientState(theta), weighted(w[shared], weight_of(client, settings.weights)))
 
 
 # IFCA: several global networks, and every client trains the one with the lowest loss on its rows ----------------------
@@ -270,7 +240,9 @@ def IFCA(
             _ifca_broadcast, lambda client, personal, message, rng: Own(client, _ifca_best(client, message)[1], None)
         ),
         needs=_common.whole_network("nn.IFCA"),
-        disclosure=Disclosure(functools.partial(at_points, name="phi", several=True), by_row=_common.open_rows),
+        disclosure=contracts.Disclosure(
+            functools.partial(at_points, name="phi", several=True), by_row=_common.open_rows
+        ),
     )
 
 
@@ -475,7 +447,7 @@ class _Method(NamedTuple):
     kept: Callable[[NetworkUnit], Places]  # where the weights are whose q_k stays at the client
 
 
-def _algorithm(name: str, method: _Method, needs: Needs) -> Algorithm[PosteriorState, NormalClientState]:
+def _algorithm(name: str, method: _Method, needs: contracts.Needs) -> Algorithm[PosteriorState, NormalClientState]:
     return Algorithm[PosteriorState, NormalClientState](
         name=name,
         settings=described(method.settings),
@@ -484,7 +456,9 @@ def _algorithm(name: str, method: _Method, needs: Needs) -> Algorithm[PosteriorS
         update_client=functools.partial(_normal_update_client, method=method),
         update_server=functools.partial(_normal_update_server, settings=method.settings),
         replies=Replies[PosteriorState](
-            lambda state: {"mean": state.mean.shape, "sd": state.mean.shape, "weight": ()}, _normal_reject, always
+            lambda state: {"mean": state.mean.shape, "sd": state.mean.shape, "weight": ()},
+            _normal_reject,
+            contracts.always,
         ),
         result=_common.network_result(
             _normal_broadcast,

@@ -440,35 +440,30 @@ def FedPop(
         needs=_common.whole_network("nn.FedPop", settings.head),
         disclosure=_common.AT_MEAN,
         unreported=lambda client, personal, message, rng: (
-            ChainClientState(_chain_moved(client, personal, message, rng, settings)[1].last),
+            ChainClientState(_chain_moved(Part(client, personal, message, rng), settings)[2].last),
             {},
         ),
     )
 
 
 def _chain_moved(
-    client: ClientView,
-    personal: ChainClientState | None,
-    message: Message,
-    rng: Generator,
-    settings: _Chains,
-    *,
-    below: bool = False,
-) -> tuple[Array, Chain]:
+    part: Part[ChainClientState], settings: _Chains, *, below: bool = False
+) -> tuple[HeadAtClient, Array, Chain]:
     """All weights with the head's mean, and the chain, for the β and θ of this message."""
-    at = at_client(client, message, settings.head)
-    start = personal.last if personal is not None and len(personal.last) == len(at.centre) else at.centre
-    moving, prior = at.below if below else at.below[:0], (at.centre, settings.spread)
-    w, chain = langevin_steps(at.unit, at.head, at.w, moving, start, prior, settings.training, settings.head_rate, rng)
+    at = at_client(part.client, part.message, settings.head)
+    last, prior = None if part.personal is None else part.personal.last, (at.centre, settings.spread)
+    start = at.centre if last is None or len(last) != len(at.centre) else last
+    moving, steps = at.below if below else at.below[:0], settings.training
+    w, chain = langevin_steps(at.unit, at.head, at.w, moving, start, prior, steps, settings.head_rate, part.rng)
     w[at.head.places] = chain.mean
-    return w, chain
+    return at, w, chain
 
 
 def _fedpop_update_client(
     client: ClientView, personal: ChainClientState | None, message: Message, rng: Generator, *, settings: _Chains
 ) -> ClientUpdate[ChainClientState]:
-    w, chain = _chain_moved(client, personal, message, rng, settings, below=True)
-    reply, head = parted(at_client(client, message, settings.head), w)
+    at, w, chain = _chain_moved(Part(client, personal, message, rng), settings, below=True)
+    reply, head = parted(at, w)
     info = {"blank": 1.0} if personal is None else {}
     return ClientUpdate(ChainClientState(chain.last), {**reply, "heads": head, "count": np.array(1.0)}, info)
 
@@ -493,8 +488,8 @@ def _fedpop_own(
     client: ClientView, personal: ChainClientState | None, message: Message, rng: Generator, *, settings: _Chains
 ) -> Own:
     longer = settings._replace(training=settings.training._replace(epochs=settings.draw_epochs))
-    w, chain = _chain_moved(client, personal, message, rng, longer)
-    return own_of(client, Subnetwork(w, head_of(client.view(network_of), settings.head).places, chain.sd**2))
+    at, w, chain = _chain_moved(Part(client, personal, message, rng), longer)
+    return own_of(client, Subnetwork(w, at.head.places, chain.sd**2))
 
 
 # Langevin dynamics of a network's last layer, beside gradient steps on the layers below it ----------------------------
