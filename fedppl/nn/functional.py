@@ -215,7 +215,7 @@ def parts_of(net: torch.nn.Module, shape: Sequence[int]) -> list[slice]:
     return [slice(start, start + size) for start in range(0, max(rows, 1), size)]
 
 
-def by_parts(net: torch.nn.Module, compute: Callable[[torch.Tensor], torch.Tensor], X: torch.Tensor) -> torch.Tensor:
+def by_parts(net: torch.nn.Module, compute: Callable[[Any], torch.Tensor], X: Any) -> torch.Tensor:
     """A function of rows at all of them, computed for some at a time."""
     parts = parts_of(net, X.shape)
     return compute(X) if len(parts) == 1 else torch.cat([compute(X[rows]) for rows in parts])

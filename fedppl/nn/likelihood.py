@@ -85,7 +85,7 @@ class Categorical:
 
     def log_density(self, output: torch.Tensor, y: torch.Tensor) -> float:
         """log p(y | f) of all rows with its constants."""
-        return -float(torch.nn.functional.cross_entropy(output, y, reduction="sum"))
+        return -float(self.each(output, y).sum())
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,7 @@ class Normal:
 
     def log_density(self, output: torch.Tensor, y: torch.Tensor) -> float:
         """See `Categorical`."""
-        square = float(((y.view(output.shape) - output) ** 2).sum())
-        return -0.5 * square / self.sd**2 - y.numel() * float(np.log(self.sd) + 0.5 * np.log(2 * np.pi))
+        return -float(self.each(output, y).sum()) - y.numel() * float(np.log(self.sd) + 0.5 * np.log(2 * np.pi))
 
 
 # Likelihoods that are computed from their declaration -----------------------------------------------------------------
@@ -250,7 +249,7 @@ class Declared:
 
     def log_density(self, output: torch.Tensor, y: torch.Tensor) -> float:
         """log p(y | f), all of it."""
-        return -float(np.sum(self.losses(host(output.reshape(len(output), -1)), y.numpy())[0]))
+        return -float(self.each(output, y).sum())
 
 
 Likelihood = Categorical | Normal | Declared
@@ -360,17 +359,18 @@ def _draw(inputs: Sequence[Any], outcome: Any, names: tuple[str, ...]) -> Callab
 
 
 def outcome_of(
-    client: ClientModel, node: Any, who: str
+    client: ClientModel, node: Any, X: Array, who: str
 ) -> tuple[Likelihood, tuple[Variable, ...], tuple[Variable, ...]]:
     """The likelihood, its unknown variables, and the outcomes and other data that it reads.
 
-    The call of the network is `node`. Raises `DeclarationError` where outcomes do not depend on its output row by row.
+    The call of the network is `node`, on X. Raises `DeclarationError` where outcomes do not depend on its output row by
+    row.
     """
     parts = client.template.parts
     observed = parts.model.observed_RVs[0]
     slices = parameter_slices(node.op.net)
     unknowns = tuple(v for v in (*client.layout.variables, *client.local) if v.name not in slices)
-    row_shape = _row_shape(client, node)
+    row_shape = tuple(output_of_two(node.op.net, X, node.op.device).shape[1:])
     if kind_of(observed) == "categorical":
         p = observed.owner.op.dist_params(observed.owner)[-1].owner
         # Classes of more dimensions than their probabilities would broadcast where rows are as many.
@@ -456,13 +456,6 @@ def _is_column(variable: Any, output: Any) -> bool:
 
 def _is_constant(value: Any) -> bool:
     return all(v.owner is not None or isinstance(v, Constant) for v in ancestors([value]))
-
-
-def _row_shape(client: ClientModel, node: Any) -> tuple[int, ...]:
-    replace, inputs = _graph._inputs_for(client.template.parts)
-    (X_in,) = clone_replace([node.inputs[1]], replace)
-    X = interpreted.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], X_in)(*client.inputs)
-    return tuple(output_of_two(node.op.net, np.asarray(X), node.op.device).shape[1:])
 
 
 # Parameters outside their domain have density 0, and raise no exception within a search.

@@ -24,7 +24,7 @@ from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.fit import Fit
 from fedppl.results.predicting import new_inputs
-from fedppl.settings import between, one_of, some_of, whole
+from fedppl.settings import a_fit, between, one_of, some_of, whole
 from fedppl.types import Array, DataError, DeclarationError, LocalFailure
 
 _ROWS = 4096  # predicted at once, with covariances of their outputs and draws in memory
@@ -71,7 +71,7 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     new client's own layers start where those of all clients do. By an algorithm without a posterior of weights
     ``subnetwork`` is None, and predictions take the weights for known.
     """
-    _require_fit(fit)
+    a_fit(fit)
     seed = _seed(fit, random_seed)
     if client is None or isinstance(client, str):
         if client not in fit.clients:
@@ -129,7 +129,7 @@ def network(fit: Fit) -> torch.nn.Module:
     *When this fails.* Where layers are local, those of the copy are untrained, and its outputs are no client's: use
     `personalise`. It is a point, without the weights' uncertainty.
     """
-    _require_fit(fit)
+    a_fit(fit)
     shared = fit.algorithm.result.shared
     if not isinstance(shared, Point) or not isinstance(fit.algorithm.result.family, NetworkResult):
         raise DeclarationError(
@@ -212,7 +212,7 @@ def predict(
     *When this fails.* With a posterior as wide as the prior, κ pulls all classes together. The linearised network is
     not the network: far from the data its variance grows with the square of the inputs.
     """
-    _require_fit(fit)
+    a_fit(fit)
     seed = _seed(fit, random_seed)
     one_of("link", link, LINKS)
     ci_prob, draws = between("ci_prob", ci_prob, 0, 1), whole("draws", draws)
@@ -268,11 +268,6 @@ def _closed(
         return {"mean": logits, "sd": sd, "ci_low": logits - half, "ci_high": logits + half}
     chances = probabilities(logits, covariance, link=link, draws=draws, rng=rng)
     return {"probability": chances, "logit": logits, "logit_variance": variance}
-
-
-def _require_fit(fit: Any) -> None:
-    if not isinstance(fit, Fit):
-        raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit first, then the client and inputs.")
 
 
 def _seed(fit: Fit, random_seed: Any) -> int:

@@ -25,9 +25,11 @@ from numpy.typing import NDArray
 from fedppl.nn.functional import Places, call, gradients, hooked, host, parameter_slices, positions, tensor
 from fedppl.nn.likelihood import Declared
 from fedppl.nn.unit import NetworkUnit, outcomes, outputs
+from fedppl.settings import one_of
 from fedppl.types import Array, DeclarationError, LocalFailure
 
 _NUMBERS = 2**25  # in one array of a chunk
+RULES = ("live", "variance")  # by which a subnetwork is chosen
 _LOOKED_AT = 3  # rows on which to check that a layer's derivatives factor
 
 
@@ -255,8 +257,7 @@ def select(variance: Array, curvature: Array, count: int, *, rule: str = "live")
     ----------
     .. [1] Chen et al., FedSI, eqs. 13 and 14.
     """
-    if rule not in ("live", "variance"):
-        raise DeclarationError(f'rule={rule!r} must be "live" or "variance".')
+    one_of("rule", rule, RULES)
     if not 0 < count <= len(variance):
         raise DeclarationError(f"{count} weights cannot be chosen from {len(variance)}; take 1 to all of them.")
     marginal = 1.0 / (1.0 / variance + curvature)

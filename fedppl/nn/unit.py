@@ -17,7 +17,7 @@ from fedppl.model import interpreted
 from fedppl.model.checks import new_inputs
 from fedppl.model.client import ClientModel
 from fedppl.nn import functional
-from fedppl.nn.functional import Places, parts_of
+from fedppl.nn.functional import Places
 from fedppl.nn.likelihood import CONTRACT, Declared, Likelihood, columns
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
@@ -150,8 +150,7 @@ def outputs(unit: NetworkUnit, w: Array, X: Array) -> torch.Tensor:
     """f(X; w), (n, C), in float64."""
     net, state = unit.net, unit.state(w, torch.float64)
     with torch.no_grad():
-        parts = [functional.call(net, state, unit.tensor(X[rows], torch.float64)) for rows in parts_of(net, X.shape)]
-    return torch.cat(parts)
+        return functional.by_parts(net, lambda x: functional.call(net, state, unit.tensor(x, torch.float64)), X)
 
 
 def log_likelihood(unit: NetworkUnit, w: Array) -> float:

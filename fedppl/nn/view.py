@@ -135,7 +135,9 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
         )
     replace, inputs = _graph._inputs_for(parts)
     (X_in,) = clone_replace([node.inputs[1]], replace)
-    likelihood, unknowns, variables_read = outcome_of(client, node, who)
+    arrays = [*inputs, *client.template.graph.inputs[len(inputs) :]]
+    X = np.asarray(interpreted.python_function(arrays, X_in)(*client.inputs))
+    likelihood, unknowns, variables_read = outcome_of(client, node, X, who)
     flat = np.concatenate([client.template.functions["shared start"], client.initial])
     starts = cut(flat, {v.name: v.shape for v in variables})
     net = _with_unknowns(node.op.net, {v.name: starts[v.name] for v in unknowns}, who)
@@ -154,7 +156,7 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
         labels=tuple(v.name for v in parts.data if likelihood.kind == "categorical" and v in above),
         shared_kinds={rv.name: _kind(rv, model) for rv in parts.shared},
         local_prior=local_prior(who, parts, client.local),
-        rows=interpreted.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], [X_in, *of_outcome]),
+        rows=interpreted.python_function(arrays, [X_in, *of_outcome]),
         inputs=interpreted.python_function([i for _, i in needed], X_in),
         containers={v.name: v.type.dtype for v, _ in needed},
     )

@@ -17,7 +17,7 @@ from fedppl.nn.algorithms import _common
 from fedppl.nn.batch import train_each
 from fedppl.nn.functional import Places
 from fedppl.nn.personal import log_densities
-from fedppl.nn.subnet import Subnetwork, chosen, infer, marginals
+from fedppl.nn.subnet import RULES, Subnetwork, chosen, infer, marginals
 from fedppl.nn.train import Training
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import network_of, own_of
@@ -131,7 +131,7 @@ def FedSI(
         between("ratio", ratio, 0, 1, "(]"),
         positive("alpha", alpha),
         positive("prior_variance", prior_variance),
-        one_of("rule", rule, ("live", "variance")),
+        one_of("rule", rule, RULES),
         diagonal,
         one_of("average", average, ("variance", "sd")),
     )
