@@ -255,7 +255,7 @@ class Declared:
 Likelihood = Categorical | Normal | Declared
 
 
-def columns(client_id: str, read: Sequence[Read], arrays: Sequence[Array], rows: int) -> Array:
+def columns(who: str, read: Sequence[Read], arrays: Sequence[Array], rows: int) -> Array:
     """The variables that the likelihood reads of a client's rows, side by side, (n, q).
 
     Raises `DataError` for an array without one row for each observation, or whose rows differ in shape from the first
@@ -264,7 +264,7 @@ def columns(client_id: str, read: Sequence[Read], arrays: Sequence[Array], rows:
     for variable, array in zip(read, arrays, strict=True):
         if array.shape != ((rows, *variable.shape) if variable.by_row else ()):
             raise DataError(
-                f"client {client_id!r}: {variable.name!r} has shape {array.shape}, and the likelihood reads "
+                f"{who}: {variable.name!r} has shape {array.shape}, and the likelihood reads "
                 f"{(rows, *variable.shape)}. Declare what all clients share as a constant, one number without axes."
             )
     return beside(arrays, rows)
@@ -376,8 +376,7 @@ def outcome_of(
         # Classes of more dimensions than their probabilities would broadcast where rows are as many.
         if p is not None and isinstance(p.op, DimShuffle) and "x" in p.op.new_order[:-1]:
             raise DeclarationError(
-                f"{who}: {observed.name!r} has {observed.type.ndim} dimensions, and a class is one number a row. Pass "
-                "y.argmax(axis=1) where y holds columns of 0 and 1."
+                f"{who}: {observed.name!r} has {observed.type.ndim} dimensions, for classes; pass y.argmax(axis=1)."
             )
     closed = None if unknowns else _closed(observed, node, row_shape)
     if closed is not None:
@@ -389,13 +388,11 @@ def outcome_of(
     above = set(ancestors([density]))
     if idle := [v.name for v in unknowns if values[v.name] not in above]:
         raise DeclarationError(
-            f"{who}: free variables {idle} are neither weights of the network nor part of the likelihood of "
-            f"{observed.name!r}; {CONTRACT}."
+            f"{who}: free variables {idle} are neither weights of the network nor part of the likelihood; {CONTRACT}."
         )
     if used := [name for name in slices if values[name] in above]:
         raise DeclarationError(
-            f"{who}: the likelihood of {observed.name!r} reads the weights {used} beside the network's output; "
-            f"{CONTRACT}."
+            f"{who}: the likelihood reads the weights {used} beside the network's output; {CONTRACT}."
         )
     read = _read_by(client, density)
     starts = {values[v.name]: v.shape for v in unknowns}
@@ -514,8 +511,7 @@ def _declared(
         first_order = interpreted.python_function([extended, columns], [losses, slopes], _MODE)
     except (NotImplementedError, NullTypeGradError, ValueError, TypeError, AssertionError) as error:
         raise DeclarationError(
-            f"{who}: the likelihood of {observed.name!r} cannot be computed row by row ({reason(error)}). For other "
-            "models use fedppl.EP(local=fedppl.local.NUTS())."
+            f"{who}: the likelihood cannot be computed row by row ({reason(error)}); use fedppl.EP()."
         ) from error
     curvatures = _built_once(lambda: interpreted.python_function([extended, columns], curved, _MODE))
     return Declared(

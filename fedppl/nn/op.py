@@ -77,16 +77,14 @@ def module(
         expected = dict(net.named_parameters())
         if set(weights) != set(expected):
             raise DeclarationError(
-                f"weights are named {sorted(weights)}, and the network's parameters {sorted(expected)}; declare them "
-                "by fedppl.nn.parameters(net)."
+                f"weights are named {sorted(weights)}, and the network's parameters {sorted(expected)}."
             )
         flat = pt.concatenate([pt.as_tensor_variable(weights[name]).ravel() for name in expected])
     else:
         flat = pt.as_tensor_variable(weights)
         if flat.type.ndim != 1:
-            raise DeclarationError(
-                f"weights have {flat.type.ndim} dimensions; pass one vector of {functional.size_of(net)} numbers."
-            )
+            size = functional.size_of(net)
+            raise DeclarationError(f"weights have {flat.type.ndim} dimensions; pass one vector of {size} numbers.")
     net = functional.copy_of(net)
     value = X.get_value() if hasattr(X, "get_value") else getattr(inputs, "data", None)
     if ndim is None:
@@ -170,11 +168,9 @@ def _output_ndim(net: torch.nn.Module, X: Array, device: torch.device) -> int:
     try:
         output = output_of_two(net, X, device)
     except Exception as error:
-        remedy = "" if rows.is_floating_point() else " Give numbers as reals, X.astype(float), where they are no codes."
-        raise DeclarationError(
-            f"the network fails on inputs of shape {tuple(rows.shape)}, {rows.dtype} ({functional.reason(error)}); "
-            f"look at the shapes that its layers take.{remedy}"
-        ) from error
+        remedy = "" if rows.is_floating_point() else " Where numbers are no codes pass X.astype(float)."
+        what = f"inputs of shape {tuple(rows.shape)}, {rows.dtype} ({functional.reason(error)})"
+        raise DeclarationError(f"the network fails on {what}.{remedy}") from error
     if not isinstance(output, torch.Tensor) or output.ndim < 1 or len(output) != len(rows):
         what = f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
         raise DeclarationError(
@@ -182,8 +178,7 @@ def _output_ndim(net: torch.nn.Module, X: Array, device: torch.device) -> int:
         )
     if output.is_complex() or not bool(torch.all(torch.isfinite(output))):
         raise DeclarationError(
-            f"the network's output ({output.dtype}) is not finite or not real; look at weights and inputs, and end "
-            "it in a real layer."
+            f"the network's output ({output.dtype}) is not finite or not real; scale inputs, or end it in a real layer."
         )
     return output.ndim
 

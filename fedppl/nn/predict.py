@@ -76,8 +76,7 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     if client is None or isinstance(client, str):
         if client not in fit.clients:
             raise DeclarationError(
-                f"client {client!r} is not here; clients are {some_of(fit.clients)}. Pass data, load the fit with "
-                "clients=..., or take the global network, fedppl.nn.network(fit)."
+                f"client {client!r} is not here, but {some_of(fit.clients)}; pass data, or take fedppl.nn.network(fit)."
             )
         model, name, personal = fit.clients[client], client, fit.personal.get(client)
     else:
@@ -247,8 +246,8 @@ def _moments(unit: NetworkUnit, own: Own, X: Array, first: int, link: str) -> tu
         logits = host(outputs(unit, own.weights, X))
     except (IndexError, RuntimeError) as error:
         raise DataError(
-            f"the network cannot be computed at the new inputs, of shape {X.shape} ({reason(error)}). One cause is an "
-            "integer outside the table of an Embedding: give a new category a number before the fit."
+            f"the network cannot be computed at the new inputs, of shape {X.shape} ({reason(error)}); keep integers "
+            "within the table of an Embedding."
         ) from error
     _require_finite(logits, "the network's output", first)
     covariance = np.zeros((*logits.shape, logits.shape[1]))
@@ -344,8 +343,8 @@ def _outcomes_at(
                 drawn += [functions.draw(at, others, rng) for _ in range(_EACH * (draws if is_known else 1))]
         except Exception as error:
             raise DataError(
-                f"outcomes ({likelihood.kind}) cannot be drawn at the new inputs ({reason(error)}); look at the size "
-                "of what the likelihood reads, and give pm.CustomDist a random=."
+                f"outcomes ({likelihood.kind}) cannot be drawn at the new inputs ({reason(error)}); scale inputs, or "
+                "give pm.CustomDist a random=."
             ) from error
     moments = {"output_mean": outputs[:, :count], "output_variance": variance}
     dims: dict[str, tuple[str, ...]] = dict.fromkeys(moments, ("row", "output"))

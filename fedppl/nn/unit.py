@@ -49,24 +49,26 @@ class NetworkUnit:
     """
 
     def __init__(self, client: ClientModel, declared: DeclaredNetwork) -> None:
-        self.client_id, self.declared, self.likelihood = client.client_id, declared, declared.likelihood
+        self.who, self.declared, self.likelihood = f"client {client.client_id!r}", declared, declared.likelihood
         self.names, self.shared_at, self.local_at = declared.names, declared.shared_at, declared.local_at
         self.size, self.start = len(self.shared_at) + len(self.local_at), client.initial
         self.heads: dict[tuple[str, ...], Any] = {}  # those that `fedppl.nn.head.head_of` has read
-        self._arrays, who = client.arrays, f"client {client.client_id!r}"
+        self._arrays = client.arrays
         for name in declared.labels:
             classes = np.asarray(self._arrays[name])
             if not np.array_equal(classes, np.round(classes)):
                 wrong = classes[classes != np.round(classes)][0]
-                raise DataError(f"{who}: {name!r} holds {wrong}, and classes are whole numbers from 0; round them.")
+                raise DataError(
+                    f"{self.who}: {name!r} holds {wrong}, and classes are whole numbers from 0; round them."
+                )
         self.X: Array
         self.X, *columns_of_y = (np.asarray(array) for array in declared.rows(*client.inputs))
         self.y: Array = columns_of_y[0]
         self._read = self.likelihood.read if isinstance(self.likelihood, Declared) else ()
         if self._read:
-            self.y = columns(self.client_id, self._read, columns_of_y, len(self.X))
+            self.y = columns(self.who, self._read, columns_of_y, len(self.X))
         elif len(self.y) != len(self.X):
-            raise DataError(f"{who}: {len(self.y)} outcomes and {len(self.X)} rows of inputs; give one a row.")
+            raise DataError(f"{self.who}: {len(self.y)} outcomes and {len(self.X)} rows of inputs; give one a row.")
 
     @property
     def net(self) -> torch.nn.Module:

@@ -191,7 +191,7 @@ def _require_same_density(client: ClientModel, unit: NetworkUnit) -> None:
 def _require_near(unit: NetworkUnit, what: str, declared: float, ours: float, rounding: float = 0.0) -> None:
     if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)) + rounding:
         raise DeclarationError(
-            f"client {unit.client_id!r}: the declared {what} {declared:.8g}, and by rows and local priors {ours:.8g}; "
+            f"{unit.who}: the declared {what} {declared:.8g}, and by rows and local priors {ours:.8g}; "
             f"{CONTRACT}. If weights are doubled or tied, pass {_AS_THEY_ARE}. Else use fedppl.EP()."
         )
 
@@ -240,8 +240,8 @@ def _require_rows_alone(unit: NetworkUnit) -> bool:
         alone = np.zeros(0)
     if not _repeated(together, alone):
         raise DeclarationError(
-            f"client {unit.client_id!r}: the network's output for a row depends on the other rows. Use layers that "
-            "work within a row, such as torch.nn.LayerNorm, or batch norm after net.eval()."
+            f"{unit.who}: the network's output for a row depends on the other rows; use layers that work within a row, "
+            "such as torch.nn.LayerNorm."
         )
     return True
 
@@ -283,8 +283,8 @@ def _require_inputs(unit: NetworkUnit) -> None:
     if len(beyond):
         place = tuple(beyond[0].tolist())
         raise DataError(
-            f"client {unit.client_id!r}: the network's inputs hold {unit.X[place]} at {place}, which is not finite in "
-            "single precision; drop or impute such rows, or scale the inputs."
+            f"{unit.who}: the network's inputs hold {unit.X[place]} at {place}, not finite in single precision; drop "
+            "such rows, or scale the inputs."
         )
 
 
@@ -302,8 +302,7 @@ def _warn_of_scales(client: ClientModel, unit: NetworkUnit) -> bool:
             far.append(f"the outcomes {value.name!r} ({size:.3g})")
     if far:
         logger.warning(
-            "client %s: %s: the root mean square of the largest column is far from 1; bring inputs and outcomes to "
-            "mean 0 and unit scale by constants that all clients agree on",
+            "client %s: %s: far from a root mean square of 1; bring them there by constants that all clients agree on",
             client.client_id,
             " and ".join(far),
         )
@@ -335,14 +334,12 @@ def _require_same_again(unit: NetworkUnit) -> None:
 
     if not _repeated(output(rows()), output(rows())):
         raise DeclarationError(
-            f"client {unit.client_id!r}: the network gives another output when it is asked again; call net.eval() "
-            "first, and take out what still draws or remembers calls."
+            f"{unit.who}: the network gives another output when it is asked again; call net.eval(), and take out what "
+            "still draws or remembers calls."
         )
     reused = rows()
     if not _repeated(output(reused), output(reused)):
-        raise DeclarationError(
-            f"client {unit.client_id!r}: the network writes over its inputs; give its first layer inplace=False."
-        )
+        raise DeclarationError(f"{unit.who}: the network writes over its inputs; give its first layer inplace=False.")
 
 
 def _require_slopes(unit: NetworkUnit) -> None:
@@ -361,8 +358,7 @@ def _require_slopes(unit: NetworkUnit) -> None:
         if any(bool(torch.any(slope != 0)) for slope in gradients(output, list(leaves.values()), weights)):
             return
     raise DeclarationError(
-        f"client {unit.client_id!r}: the network's output has no slope in any of its weights; take out what cuts "
-        "slopes off: .detach(), torch.no_grad(), sign, round or argmax."
+        f"{unit.who}: the network's output has no slope in a weight; take out .detach(), torch.no_grad() or the like."
     )
 
 

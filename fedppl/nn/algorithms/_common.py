@@ -80,7 +80,7 @@ def check_network(client: ClientView, algorithm: str, *trained: str | tuple[str,
     if wrong:
         raise DeclarationError(
             f"the prior of {', '.join(f'{name!r} ({kinds[name]})' for name in wrong)} is not one of independent "
-            f"normals, which {algorithm} needs; use pm.Normal, or pm.LogNormal for a scale or a cut point."
+            f"normals, as {algorithm} needs; use pm.Normal, or pm.LogNormal for a scale or a step of cut points."
         )
     for which in trained:
         if which is not None:
@@ -94,8 +94,8 @@ def check_unknowns(client: ClientView, algorithm: str, *trained: str | tuple[str
     reached = set(np.concatenate([np.zeros(0, int), *(unit.places(which) for which in trained)]))
     if untrained := [name for name in sorted(names) if not set(unit.places((name,))) <= reached]:
         raise DeclarationError(
-            f"{untrained} of the likelihood are unknown and local, and no round of {algorithm} trains them; share "
-            "them, declare constants, or use fedppl.nn.FedAvg(phases=...)."
+            f"{untrained} of the likelihood are unknown and local, and {algorithm} does not train them; share them, or "
+            "use fedppl.nn.FedAvg(phases=...)."
         )
 
 
@@ -135,7 +135,7 @@ def whole_network(algorithm: str, head: tuple[str, ...] | None = None) -> contra
         if client.local_size:
             raise DeclarationError(
                 f"{[v.name for v in client.local]} are local, and this algorithm shares whole networks; name weights "
-                "and unknowns in FederatedModel(shared=...), or use fedppl.nn.FedSI."
+                "and unknowns in shared=."
             )
         if head is not None:
             head_of(client.view(network_of), head)
@@ -253,8 +253,8 @@ def moved(before: Array, after: Array) -> tuple[float, str]:
     """The change of the weights, and the message of the round."""
     change = root_mean_square_change(before, after)
     return change, (
-        f"weights moved by {change:.2g} (root mean square) in the last round. No rule tells when a network is trained: "
-        "score rows that were held out, and raise rounds= while that helps"
+        f"weights moved by {change:.2g} (root mean square) in the last round; score rows that were held out, and raise "
+        "rounds= while that helps"
     )
 
 
@@ -357,8 +357,8 @@ def tuned(
     # The gain does not include priors that are not normal.
     if penalty is None and (gain := further_gain(unit, start, w, prior, free)) > _SHORT:
         logger.warning(
-            "client %r: fine-tuning has not converged: as many steps again would lower the mean loss of a row by "
-            "about %.2g; raise %s= or tune_epochs=",
+            "client %r: fine-tuning has not converged: as many steps again would gain about %.2g a row; raise %s= or "
+            "tune_epochs=",
             client.client_id,
             gain,
             rate,
