@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -15,12 +15,10 @@ from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Receive
 from fedppl.contracts.client import ClientFn
 from fedppl.local.target import at_points
 from fedppl.nn.algorithms import _common
-from fedppl.nn.functional import Places
 from fedppl.nn.personal import bayes_steps, meta_steps, moreau_steps
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.train import GROWTH, Training, loss_at, train
-from fedppl.nn.unit import NetworkUnit
-from fedppl.nn.view import Own, PersonaliseFn, network_of
+from fedppl.nn.view import Own, PersonaliseFn, network_of, own_of
 from fedppl.settings import between, described, positive, whole
 from fedppl.types import Array, DeclarationError, Layout, Message
 
@@ -369,16 +367,7 @@ def PFedBayes(
     .. [1] Zhang et al. (2022), Personalized federated learning via variational Bayesian inference, Algorithm 1.
     """
     settings = _normal_checked(learning_rate, epochs, batch_size, zeta, draws, spread, weights)
-    method = _Method(settings, _pfedbayes, lambda unit: np.arange(unit.size))
-    return _algorithm("nn.PFedBayes", method, _common.whole_network("nn.PFedBayes"))
-
-
-def _pfedbayes(
-    unit: NetworkUnit, prior: Normal, personal: NormalClientState | None, rng: Generator, settings: _Normals
-) -> tuple[Normal, Normal]:
-    """q_k, from the one before, and p_k, which travels."""
-    start = personal if personal is not None and len(personal.mean) == len(prior[0]) else None
-    return bayes_steps(unit, *prior, settings.training, settings.zeta, settings.draws, rng, start=start)
+    return _algorithm("nn.PFedBayes", settings, _common.whole_network("nn.PFedBayes"), continual=False)
 
 
 def BPFed(
@@ -421,40 +410,36 @@ def BPFed(
     """
     settings = _normal_checked(learning_rate, epochs, batch_size, zeta, draws, spread, weights)
     needs = _common.needs(lambda client: _common.check_network(client, "nn.BPFed", "shared"))
-    return _algorithm("nn.BPFed", _Method(settings, _bpfed, lambda unit: unit.local_at), needs)
-
-
-def _bpfed(
-    unit: NetworkUnit, prior: Normal, personal: NormalClientState | None, rng: Generator, settings: _Normals
-) -> tuple[Normal, Normal]:
-    """q_k, which is near the last round's in the local weights, and travels."""
-    mean, sd = prior
-    if personal is not None and len(personal.mean) == len(unit.local_at):
-        mean, sd = (unit.weights(p[unit.shared_at], own) for p, own in zip(prior, personal, strict=True))
-    q, _ = bayes_steps(unit, mean, sd, settings.training, settings.zeta, settings.draws, rng, follow=False)
-    return q, q
+    return _algorithm("nn.BPFed", settings, needs, continual=True)
 
 
 # What both share: averages of posteriors of independent normal weights, means and sds each by itself ------------------
 
-# A client's steps around p: q_k, and the posterior that travels.
-_StepsFn = Callable[[NetworkUnit, Normal, NormalClientState | None, Generator, _Normals], tuple[Normal, Normal]]
 
+def _algorithm(
+    name: str, settings: _Normals, needs: contracts.Needs, *, continual: bool
+) -> Algorithm[PosteriorState, NormalClientState]:
+    posteriors = functools.partial(_posteriors, settings=settings, continual=continual)
 
-class _Method(NamedTuple):
-    settings: _Normals
-    steps: _StepsFn
-    kept: Callable[[NetworkUnit], Places]  # where the weights are whose q_k stays at the client
+    def update_client(
+        client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator
+    ) -> ClientUpdate[NormalClientState]:
+        _, (mean, sd), kept = posteriors(client, personal, message, rng)
+        weight, shared = weight_of(client, settings.weights), client.view(network_of).shared_at
+        reply = {"mean": weight * mean[shared], "sd": weight * sd[shared], "weight": np.array(weight)}
+        return ClientUpdate(kept, reply, {"blank": 1.0} if personal is None and len(kept.mean) else {})
 
+    def personalise(client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator) -> Own:
+        mean, sd = posteriors(client, personal, message, rng)[0]
+        return own_of(client, Subnetwork(mean, np.arange(len(mean)), sd**2))
 
-def _algorithm(name: str, method: _Method, needs: contracts.Needs) -> Algorithm[PosteriorState, NormalClientState]:
     return Algorithm[PosteriorState, NormalClientState](
         name=name,
-        settings=described(method.settings),
-        init=functools.partial(_normal_init, spread=method.settings.spread),
+        settings=described(settings),
+        init=functools.partial(_normal_init, spread=settings.spread),
         broadcast=_normal_broadcast,
-        update_client=functools.partial(_normal_update_client, method=method),
-        update_server=functools.partial(_normal_update_server, settings=method.settings),
+        update_client=update_client,
+        update_server=functools.partial(_normal_update_server, settings=settings),
         replies=Replies[PosteriorState](
             lambda state: {"mean": state.mean.shape, "sd": state.mean.shape, "weight": ()},
             _normal_reject,
@@ -462,16 +447,13 @@ def _algorithm(name: str, method: _Method, needs: contracts.Needs) -> Algorithm[
         ),
         result=_common.network_result(
             _normal_broadcast,
-            functools.partial(_normal_own, method=method),
+            personalise,
             Point[PosteriorState](lambda state: state.mean),
             details=lambda state: {"sd": (("rows",), state.sd)},
         ),
         needs=needs,
         disclosure=_common.AT_MEAN,
-        unreported=lambda client, personal, message, rng: (
-            _normal_posteriors(client, personal, message, rng, method)[2],
-            {},
-        ),
+        unreported=lambda client, personal, message, rng: (posteriors(client, personal, message, rng)[2], {}),
     )
 
 
@@ -496,31 +478,29 @@ def _normal_broadcast(state: PosteriorState, client_id: str) -> Message:
     return {"mean": state.mean, "sd": state.sd}
 
 
-def _normal_posteriors(
-    client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, method: _Method
+def _posteriors(
+    client: ClientView,
+    personal: NormalClientState | None,
+    message: Message,
+    rng: Generator,
+    *,
+    settings: _Normals,
+    continual: bool,
 ) -> tuple[Normal, Normal, NormalClientState]:
-    """q_k of all weights in torch's order, the posterior that travels, and the one that stays."""
-    unit, settings = client.view(network_of), method.settings
-    mean = unit.weights(message["mean"])
-    sd = unit.weights(message["sd"], np.full(client.local_size, settings.spread))
-    q, sent = method.steps(unit, (mean, sd), personal, rng, settings)
-    return q, sent, NormalClientState(*(value[method.kept(unit)] for value in q))
+    """q_k of all weights in torch's order, the posterior that travels, and the one that stays.
 
-
-def _normal_update_client(
-    client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, *, method: _Method
-) -> ClientUpdate[NormalClientState]:
-    _, sent, kept = _normal_posteriors(client, personal, message, rng, method)
-    weight, shared = weight_of(client, method.settings.weights), client.view(network_of).shared_at
-    reply = {"mean": weight * sent[0][shared], "sd": weight * sent[1][shared], "weight": np.array(weight)}
-    return ClientUpdate(kept, reply, {"blank": 1.0} if personal is None and len(kept.mean) else {})
-
-
-def _normal_own(
-    client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, *, method: _Method
-) -> Own:
-    mean, sd = _normal_posteriors(client, personal, message, rng, method)[0]
-    return Own(client, mean, Subnetwork(mean, np.arange(len(mean)), sd**2))
+    All of q_k stays, where its next steps start, and p_k travels. If `continual`, local weights' q_k stays, which is
+    their next prior, and q_k travels.
+    """
+    unit = client.view(network_of)
+    mean, sd = unit.weights(message["mean"]), unit.weights(message["sd"], np.full(client.local_size, settings.spread))
+    kept = unit.local_at if continual else np.arange(unit.size)
+    last = personal if personal is not None and len(personal.mean) == len(kept) else None
+    if last is not None and continual:
+        mean[kept], sd[kept] = last
+    start, steps = None if continual else last, (settings.training, settings.zeta, settings.draws)
+    q, p = bayes_steps(unit, mean, sd, *steps, rng, start=start, follow=not continual)
+    return q, q if continual else p, NormalClientState(*(value[kept] for value in q))
 
 
 def _normal_update_server(
@@ -534,8 +514,8 @@ def _normal_update_server(
     change, message = _common.moved(state.mean, mean)
     if np.quantile(np.abs(np.log(sd / settings.spread)), 0.9) < _NEAR:
         message += (
-            f". Sds of weights are still about spread={settings.spread:g}, where they began, and say nothing of what "
-            "is known: raise rounds= or learning_rate=, or take a smaller batch_size="
+            f". Sds of weights are still about spread={settings.spread:g}, where they began: raise rounds= or "
+            "learning_rate=, or take a smaller batch_size="
         )
     return PosteriorState(mean, sd), Report(_common.NetworkInfo(change), message=message)
 
