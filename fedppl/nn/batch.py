@@ -361,7 +361,6 @@ def train_below_together(
     stack: Stack,
     head: Head,
     W: Array,
-    below: Places,
     q: tuple[Array, Array],
     settings: Training,
     draws: int,
@@ -375,7 +374,7 @@ def train_below_together(
     """
     body = without_head(copy.deepcopy(stack.net), head)
     place = stack.X.device
-    weights = Weights(stack.net, W, stack.units[0].names_at(below), dtype, place)
+    weights = Weights(stack.net, W, stack.units[0].names_at(head.below), dtype, place)
     through = forward(body, dtype, place)
     likelihood, own = stack.units[0].likelihood, [name for name, _ in body.named_parameters()]
     means, spreads = (functional.tensor(value, dtype, place) for value in q)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 
 from fedppl.nn.functional import Places, by_parts, call, reason
@@ -25,6 +26,7 @@ class Head(NamedTuple):
 
     layer: str
     places: Places  # of its weights in w, (d,)
+    below: Places  # of all other weights
     matrix: slice  # of V, raveled, in these
     offset: slice  # of c in these; empty without one
     outputs: int
@@ -45,7 +47,8 @@ def head_of(unit: NetworkUnit, names: tuple[str, ...]) -> Head:
             f"head={names!r} must be all parameters of one torch.nn.Linear; the network has {list(unit.names)}."
         )
     size, w, X = module.weight.numel(), unit.initial, unit.X[:_LOOKED_AT]
-    head = Head(layer, places, slice(0, size), slice(size, len(places)), module.out_features)
+    below = np.setdiff1d(np.arange(unit.size), places)
+    head = Head(layer, places, below, slice(0, size), slice(size, len(places)), module.out_features)
     v, ours, why = unit.tensor(w[places], torch.float64), None, ""
     with torch.no_grad():
         output = call(unit.net, unit.state(w, torch.float64), unit.tensor(X, torch.float64))

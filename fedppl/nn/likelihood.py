@@ -314,17 +314,16 @@ def drawn(
         replace[rv] = clone_replace([constrained], {value: piece}, rebuild_strict=False)[0]
     # Calls of the network first: other containers above them would make them other calls.
     graphs = clone_replace(clone_replace(targets, replace, rebuild_strict=False), containers, rebuild_strict=False)
-    used = [v for v in containers if containers[v] in set(ancestors(graphs))]
-    inputs = [extended, *(containers[v] for v in used)]
-    names = tuple(v.name for v in used)
-    mean = None
-    if means is not None:
-        compute = interpreted.python_function(inputs, graphs[1])
+    above = set(ancestors(graphs))
+    inputs = [extended, *(container for container in containers.values() if container in above)]
+    mean = None if means is None else _function_of(inputs, graphs[1])
+    return Drawn(_draw(inputs, graphs[0]), mean, has_moments)
 
-        def mean(outputs: Array, others: Mapping[str, Array]) -> Array:
-            return np.asarray(compute(outputs, *(others[name] for name in names)))
 
-    return Drawn(_draw(inputs, graphs[0], names), mean, has_moments)
+def _function_of(inputs: Sequence[Any], graph: Any) -> Callable[[Array, Mapping[str, Array]], Array]:
+    """A function of the first input, and of the others by name."""
+    compute = interpreted.python_function(inputs, graph)
+    return lambda outputs, others: np.asarray(compute(outputs, *(others[v.name] for v in inputs[1:])))
 
 
 def _mean(observed: Any) -> tuple[Any, bool]:
@@ -339,18 +338,18 @@ def _mean(observed: Any) -> tuple[Any, bool]:
         return None, True
 
 
-def _draw(inputs: Sequence[Any], outcome: Any, names: tuple[str, ...]) -> Callable[..., Array]:
+def _draw(inputs: Sequence[Any], outcome: Any) -> Callable[..., Array]:
     """A function that draws with its own generators, not with those of the user's model."""
     generators = [v for v in ancestors([outcome]) if isinstance(v.type, RandomType) and v.owner is None]
     generators_of_draws = [pytensor.shared(np.random.default_rng(0)) for _ in generators]
     (outcome,) = clone_replace([outcome], dict(zip(generators, generators_of_draws, strict=True)), rebuild_strict=False)
-    compute, lock = interpreted.python_function(inputs, outcome), threading.Lock()
+    compute, lock = _function_of(inputs, outcome), threading.Lock()
 
     def draw(outputs: Array, others: Mapping[str, Array], rng: np.random.Generator) -> Array:
         with lock:
             for generator, child in zip(generators_of_draws, rng.spawn(len(generators_of_draws)), strict=True):
                 generator.set_value(child)
-            return np.asarray(compute(outputs, *(others[name] for name in names)))
+            return compute(outputs, others)
 
     return draw
 

@@ -295,7 +295,6 @@ def train_below(
     unit: NetworkUnit,
     head: Head,
     w: Array,
-    below: Places,
     q: tuple[Array, Array],
     settings: Training,
     draws: int,
@@ -303,12 +302,12 @@ def train_below(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Array:
-    """Weights (D,) after training those at `below` on the mean loss under draws of the head.
+    """Weights (D,) after training those below the head on the mean loss under draws of it.
 
     Raises `LocalFailure` if the loss is not finite, or rose far at the head's mean and under draws of it.
     """
     flat = np.asarray(w, dtype=float)
-    leaves = Leaves(unit, flat, below, settings, dtype)
+    leaves = Leaves(unit, flat, head.below, settings, dtype)
     mean, spread = (unit.tensor(np.asarray(value, dtype=float), dtype) for value in q)
     body = without_head(leaves.net, head)
     noise = head_noise(draws, len(mean), generator_of(rng), dtype)

@@ -459,8 +459,8 @@ def test_the_chain_has_the_moments_of_its_steps(rate: float, spread: float) -> N
     beta, unit = np.array([0.3, -0.2, 0.1]), client.view(network_of)
     head = head_of(unit, ("weight", "bias"))
     _, chain = langevin_steps(
-        unit, head, unit.initial, np.arange(0), beta, (beta, spread), Training(0.1, 8_000, n), rate,
-        stream((0,)), dtype=torch.float64,
+        unit, head, unit.initial, beta, (beta, spread), Training(0.1, 8_000, n), rate, stream((0,)), below=False,
+        dtype=torch.float64,
     )  # fmt: skip
     values, vectors = np.linalg.eigh(A)
     kept = np.exp(-rate / (n * spread**2))
@@ -484,7 +484,7 @@ def test_a_head_that_its_population_draws_away_has_not_failed() -> None:
     unit = model.enrol(clients, kernel=False)["a"].view(network_of)
     head, w = head_of(unit, ("1.weight",)), unit.initial
     steps, prior = Training(1e-3, 200, 4), (np.zeros(1), 0.01)
-    found, chain = langevin_steps(unit, head, w, np.array([0]), np.ones(1), prior, steps, 1e-3, stream((0,)))
+    found, chain = langevin_steps(unit, head, w, np.ones(1), prior, steps, 1e-3, stream((0,)), below=True)
     assert_allclose(chain.mean, 0.0, atol=0.03)
     assert loss_at(unit, found) > loss_at(unit, w) + 1.5
 

@@ -241,7 +241,7 @@ def test_clients_whose_loss_does_not_fall_enough_fail_as_alone(
     name: str, rise: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rule of the loss, moved to where some clients break it."""
-    for module in (single, personal, batch):
+    for module in (single, batch):
         monkeypatch.setattr(module, "RISE", rise)
     algorithm, clients = ALGORITHMS[name][0](), usual()
     found, wanted = (asked(each, clients, rounds=1)[0] for each in (algorithm, alone(algorithm)))
@@ -404,15 +404,15 @@ def test_without_rounding_there_is_no_difference(momentum: float | None) -> None
     settings, W = Training(0.01, 10, 8, momentum), np.tile(units[0].initial, (5, 1))
     stack = batch.stacked(units, torch.float64)
     found, _ = train_together(stack, W, everything, settings, [stream((k,)) for k in range(5)], dtype=torch.float64)
-    q, below = (W[:, head.places], np.full((5, 15), 0.3)), np.arange(16)
+    q = W[:, head.places], np.full((5, 15), 0.3)
     lower, _ = batch.train_below_together(
-        stack, head, W, below, q, settings, 3, [stream((k,)) for k in range(5)], dtype=torch.float64
+        stack, head, W, q, settings, 3, [stream((k,)) for k in range(5)], dtype=torch.float64
     )
     for k, unit in enumerate(units):
         wanted = train(unit, W[k], everything, settings, stream((k,)), dtype=torch.float64)
         assert_allclose(found[k], wanted, rtol=1e-9, atol=1e-11)
         own = q[0][k], q[1][k]
-        wanted = personal.train_below(unit, head, W[k], below, own, settings, 3, stream((k,)), dtype=torch.float64)
+        wanted = personal.train_below(unit, head, W[k], own, settings, 3, stream((k,)), dtype=torch.float64)
         assert_allclose(lower[k], wanted, rtol=1e-9, atol=1e-11)
 
 

@@ -149,7 +149,7 @@ def test_layers_below_are_trained_and_the_head_is_not() -> None:
     head, w = head_of(unit, HEAD), unit.initial
     below = np.setdiff1d(np.arange(len(w)), head.places)
     q = (w[head.places], np.zeros(15))
-    after = train_below(unit, head, w, below, q, Training(0.1, 20, 10, 0.9), 1, np.random.default_rng(0))
+    after = train_below(unit, head, w, q, Training(0.1, 20, 10, 0.9), 1, np.random.default_rng(0))
     assert_allclose(after[head.places], w[head.places])
     assert np.all(after[below] != w[below])
     # A head without doubt is a head: the same steps by the code that trains networks.

@@ -191,59 +191,56 @@ def _confidence(q: HeadClientState, centre: Array, settings: _Settings) -> float
     return confidence_of(q.mean, q.sd**2, centre, settings.terms, (settings.strength, settings.spread))
 
 
-def _heads(
-    parts: Sequence[Part[HeadClientState]], settings: _Settings
-) -> tuple[list[HeadAtClient], Array, Array, Flags]:
+def _heads(parts: Sequence[Part[HeadClientState]], settings: _Settings) -> tuple[Sent, Array, Array, Flags]:
     """The M-step on τ_j at the new w, then steps on q_j, at clients with one network.
 
     With means and sds (K, d) of q_j, and which are finite (K,), which is an error of a client alone.
     """
-    at = [at_client(part.client, part.message, settings.head) for part in parts]
-    starts = [_start(place.centre, part.personal, settings) for place, part in zip(at, parts, strict=True)]
+    sent = sent_to(parts, settings.head)
+    starts = [_start(centre, part.personal, settings) for centre, part in zip(sent.centres, parts, strict=True)]
     mean, sd, finite = head_posteriors(
-        at[0].unit.likelihood,
-        at[0].head,
-        heads_rows([place.unit for place in at], at[0].head, np.stack([place.w for place in at])),
+        sent.units[0].likelihood,
+        sent.head,
+        heads_rows(sent.units, sent.head, sent.W),
         (np.stack([q.mean for q, _ in starts]), np.stack([q.sd for q, _ in starts])),
-        np.stack([place.centre for place in at]),
+        sent.centres,
         np.array([confidence for _, confidence in starts]),
         settings.head_steps,
         [part.rng for part in parts],
     )
     if len(parts) == 1 and not finite[0]:
         raise LocalFailure("the head's posterior is not finite; lower head_rate=")
-    return at, mean, sd, finite
+    return sent, mean, sd, finite
 
 
 def _trained(
     parts: Sequence[Part[HeadClientState]], settings: _Settings
-) -> tuple[list[HeadAtClient], list[HeadClientState], Array, Flags]:
+) -> tuple[Sent, list[HeadClientState], Array, Flags]:
     """`_heads`, then steps on the layers below: q_j, all weights with its mean for the head, and who succeeded."""
-    at, mean, sd, succeeded = _heads(parts, settings)
-    (unit, head, *_, below), W = at[0], np.stack([place.w for place in at])
+    sent, mean, sd, succeeded = _heads(parts, settings)
+    units, head, W = sent.units, sent.head, sent.W.copy()
     W[:, head.places] = mean
     rngs, draws = [part.rng for part in parts], settings.head_steps.draws
-    if len(below) and len(parts) == 1:
-        W = train_below(unit, head, W[0], below, (mean[0], sd[0]), settings.training, draws, rngs[0])[None]
-    elif len(below):
-        stack = stacked([place.unit for place in at])
-        W, flags = train_below_together(stack, head, W, below, (mean, sd), settings.training, draws, rngs)
+    if len(head.below) and len(parts) == 1:
+        W = train_below(units[0], head, W[0], (mean[0], sd[0]), settings.training, draws, rngs[0])[None]
+    elif len(head.below):
+        W, flags = train_below_together(stacked(units), head, W, (mean, sd), settings.training, draws, rngs)
         succeeded = succeeded & flags
-    return at, [HeadClientState(*q) for q in zip(mean, sd, strict=True)], W, succeeded
+    return sent, [HeadClientState(*q) for q in zip(mean, sd, strict=True)], W, succeeded
 
 
 def _updates(
     parts: Sequence[Part[HeadClientState]], *, settings: _Settings
 ) -> list[ClientUpdate[HeadClientState] | None]:
-    at, heads, W, succeeded = _trained(parts, settings)
+    sent, heads, W, succeeded = _trained(parts, settings)
     updates: list[ClientUpdate[HeadClientState] | None] = [None] * len(parts)
     for k in np.flatnonzero(succeeded).tolist():
-        (reply, head), confidence = parted(at[k], W[k]), _confidence(heads[k], at[k].centre, settings)
-        info = {"confidence": confidence, "deviation": float(np.mean((heads[k].mean - at[k].centre) ** 2))}
+        q, centre = heads[k], sent.centres[k]
+        (reply, head), confidence = parted(sent.units[k], sent.head, W[k]), _confidence(q, centre, settings)
+        info = {"confidence": confidence, "deviation": float(np.mean((q.mean - centre) ** 2))}
         if parts[k].personal is None:
             info["blank"] = 1.0
-        reply |= {"weighted": confidence * head, "weight": np.array(confidence)}
-        updates[k] = ClientUpdate(heads[k], reply, info)
+        updates[k] = ClientUpdate(q, {**reply, "weighted": confidence * head, "weight": np.array(confidence)}, info)
     return updates
 
 
@@ -284,21 +281,20 @@ def _own(
     client: ClientView, personal: HeadClientState | None, message: Message, rng: Generator, *, settings: _Settings
 ) -> Own:
     """One more round for the client alone: q_j around the final w, and trained layers below it."""
-    (at,), (q,), (w,), _ = _trained([Part(client, personal, message, rng)], settings)
-    return own_of(client, Subnetwork(w, at.head.places, q.sd**2))
+    sent, (q,), (w,), _ = _trained([Part(client, personal, message, rng)], settings)
+    return own_of(client, Subnetwork(w, sent.head.places, q.sd**2))
 
 
 # Heads of clients on layers that are averaged by rows, for several algorithms -----------------------------------------
 
 
-class HeadAtClient(NamedTuple):
-    """The shared weights that a client received, with its network."""
+class Sent(NamedTuple):
+    """Clients with one network, and the shared weights that they received, in torch's order."""
 
-    unit: NetworkUnit
+    units: list[NetworkUnit]
     head: Head
-    w: Array  # all weights, in torch's order, (m,)
-    centre: Array  # the shared head, in torch's order, (d,)
-    below: Places  # where the layers below lie in w
+    W: Array  # all weights, (K, m)
+    centres: Array  # the shared head, (K, d)
 
 
 def head_rule(head: Any) -> tuple[str, ...]:
@@ -316,17 +312,18 @@ def head_in(layout: Layout, head: tuple[str, ...]) -> Places:
     return np.concatenate([np.arange(at.start, at.stop) for name, at in layout.slices.items() if name in head])
 
 
-def at_client(client: ClientView, message: Message, head: tuple[str, ...]) -> HeadAtClient:
-    """A broadcast, read at a client."""
-    unit = client.view(network_of)
-    layer, w = head_of(unit, head), unit.weights(message["mean"])
-    return HeadAtClient(unit, layer, w, w[layer.places], np.setdiff1d(np.arange(len(w)), layer.places))
+def sent_to(parts: Sequence[Part[Any]], names: tuple[str, ...]) -> Sent:
+    """Broadcasts, read at their clients."""
+    units = [part.client.view(network_of) for part in parts]
+    head = head_of(units[0], names)
+    W = np.stack([unit.weights(part.message["mean"]) for unit, part in zip(units, parts, strict=True)])
+    return Sent(units, head, W, W[:, head.places])
 
 
-def parted(at: HeadAtClient, w: Array) -> tuple[dict[str, Array], Array]:
+def parted(unit: NetworkUnit, head: Head, w: Array) -> tuple[dict[str, Array], Array]:
     """A client's reply on the layers below, and its head in the order of φ."""
-    phi, rows = w[at.unit.shared_at], float(len(at.unit.X))
-    is_head = np.isin(at.unit.shared_at, at.head.places)
+    phi, rows = w[unit.shared_at], float(len(unit.X))
+    is_head = np.isin(unit.shared_at, head.places)
     return {"below": rows * phi[~is_head], "rows": np.array(rows)}, phi[is_head]
 
 
@@ -446,24 +443,22 @@ def FedPop(
     )
 
 
-def _chain_moved(
-    part: Part[ChainClientState], settings: _Chains, *, below: bool = False
-) -> tuple[HeadAtClient, Array, Chain]:
+def _chain_moved(part: Part[ChainClientState], settings: _Chains, *, below: bool = False) -> tuple[Sent, Array, Chain]:
     """All weights with the head's mean, and the chain, for the β and θ of this message."""
-    at = at_client(part.client, part.message, settings.head)
-    last, prior = None if part.personal is None else part.personal.last, (at.centre, settings.spread)
-    start = at.centre if last is None or len(last) != len(at.centre) else last
-    moving, steps = at.below if below else at.below[:0], settings.training
-    w, chain = langevin_steps(at.unit, at.head, at.w, moving, start, prior, steps, settings.head_rate, part.rng)
-    w[at.head.places] = chain.mean
-    return at, w, chain
+    sent, last = sent_to([part], settings.head), None if part.personal is None else part.personal.last
+    (unit,), head, (w,), (centre,) = sent
+    start = centre if last is None or len(last) != len(centre) else last
+    prior, steps = (centre, settings.spread), settings.training
+    w, chain = langevin_steps(unit, head, w, start, prior, steps, settings.head_rate, part.rng, below=below)
+    w[head.places] = chain.mean
+    return sent, w, chain
 
 
 def _fedpop_update_client(
     client: ClientView, personal: ChainClientState | None, message: Message, rng: Generator, *, settings: _Chains
 ) -> ClientUpdate[ChainClientState]:
-    at, w, chain = _chain_moved(Part(client, personal, message, rng), settings, below=True)
-    reply, head = parted(at, w)
+    sent, w, chain = _chain_moved(Part(client, personal, message, rng), settings, below=True)
+    reply, head = parted(sent.units[0], sent.head, w)
     info = {"blank": 1.0} if personal is None else {}
     return ClientUpdate(ChainClientState(chain.last), {**reply, "heads": head, "count": np.array(1.0)}, info)
 
@@ -488,8 +483,8 @@ def _fedpop_own(
     client: ClientView, personal: ChainClientState | None, message: Message, rng: Generator, *, settings: _Chains
 ) -> Own:
     longer = settings._replace(training=settings.training._replace(epochs=settings.draw_epochs))
-    at, w, chain = _chain_moved(Part(client, personal, message, rng), longer)
-    return own_of(client, Subnetwork(w, at.head.places, chain.sd**2))
+    sent, w, chain = _chain_moved(Part(client, personal, message, rng), longer)
+    return own_of(client, Subnetwork(w, sent.head.places, chain.sd**2))
 
 
 # Langevin dynamics of a network's last layer, beside gradient steps on the layers below it ----------------------------
@@ -507,13 +502,13 @@ def langevin_steps(
     unit: NetworkUnit,
     head: Head,
     w: Array,
-    below: Places,
     start: Array,
     prior: tuple[Array, float],
     settings: Training,
     head_rate: float,
     rng: np.random.Generator,
     *,
+    below: bool,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Array, Chain]:
     r"""Move the head v by noisy gradient steps towards its posterior, and the layers below down the loss at v.
@@ -526,15 +521,16 @@ def langevin_steps(
     β, along an axis, the chain's stationary mean is β − ρ γ g / (1 − ρ (1 − γ λ)) and its variance
     s² (1 − ρ²) / (1 − ρ² (1 − γ λ)²): the posterior's as γ falls.
 
-    Of the weights w (D,) those at `below`, which may be none, move with the head. The head starts at v (d,), with the
-    `prior` β (d,) and s and the step γ, `head_rate`, per unit of the mean loss. Returns all weights with the last v,
+    Of the weights w (D,) those `below` move with the head, or stay. The head starts at v (d,), with the `prior` β (d,)
+    and s and the step γ, `head_rate`, per unit of the mean loss. Returns all weights with the last v,
     and the chain. Raises `LocalFailure` where the loss ends far above its start, alone and with the prior's part, or is
     not finite.
     """
     flat, rows = np.array(w, dtype=float), len(unit.X)
     flat[head.places] = start
-    fixed_features = None if len(below) else features(unit, head, flat, dtype=dtype)
-    leaves = Leaves(unit, flat, below, settings, dtype)
+    moving = head.below if below else head.below[:0]
+    fixed_features = None if len(moving) else features(unit, head, flat, dtype=dtype)
+    leaves = Leaves(unit, flat, moving, settings, dtype)
     body = without_head(leaves.net, head)
     v = unit.tensor(np.array(start, dtype=float), dtype).requires_grad_()
     centre, spread = unit.tensor(np.array(prior[0], dtype=float), dtype), prior[1]
@@ -555,7 +551,7 @@ def langevin_steps(
     moved[head.places] = mean
     after = np.array([loss_at(unit, moved, dtype=dtype), _pull(mean, prior, rows)])
     # The head moves towards its population too, whose mean others may have moved far away.
-    if len(below) or not np.isfinite(after[0]):
+    if len(moving) or not np.isfinite(after[0]):
         rises = after - before
         require_no_rise("learning_rate= or head_rate=", rises[0], lambda: float(sum(rises)))
     moved[head.places] = states[-1]
