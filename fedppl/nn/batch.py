@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedppl.contracts import ClientView
 from fedppl.nn import functional
@@ -22,7 +23,7 @@ from fedppl.nn.personal import head_noise
 from fedppl.nn.train import GROWTH, RISE, Pulls, Training, loss_at, optimizer_of, pulls_of, slopes_of, train
 from fedppl.nn.unit import NetworkUnit, outcomes
 from fedppl.nn.view import network_of
-from fedppl.types import Array
+from fedppl.types import Array, Rng
 
 FEWEST = 4  # clients in a batch: fewer are faster one by one
 _WEIGHTS = 24e6  # bytes of weights, moments and slopes in a batch, which a cache should hold
@@ -41,7 +42,7 @@ _ELEMENTWISE = (
     torch.nn.Softplus,
 )
 # Parameters and buffers of all clients (K, ...) by torch's names, and inputs (K, b, ...), to outputs (K, b, C).
-Forward = Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor]
+Forward = Callable[[dict[str, Tensor], Tensor], Tensor]
 
 _lock = threading.Lock()
 _agreement: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -52,8 +53,8 @@ class Stack(NamedTuple):
 
     units: tuple[NetworkUnit, ...]  # from the one with most rows to the one with fewest
     net: torch.nn.Module  # of this thread
-    X: torch.Tensor  # rows of all, one client after the other, (N, ...)
-    y: torch.Tensor
+    X: Tensor  # rows of all, one client after the other, (N, ...)
+    y: Tensor
     rows: NDArray[np.int64]  # numbers of rows, (K,)
     first: NDArray[np.int64]  # where each client's rows begin, (K,)
 
@@ -135,7 +136,7 @@ def forward(net: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> F
         buffers = functional.buffers_of(net, dtype, device)
         return torch.func.vmap(lambda state, X: functional.call(net, {**state, **buffers}, X))
 
-    def through(state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
+    def through(state: dict[str, Tensor], X: Tensor) -> Tensor:
         for name, layer in layers:
             if isinstance(layer, torch.nn.Linear):
                 weight, bias = state[f"{name}weight"], state.get(f"{name}bias")  # (K, o, i), (K, o)
@@ -164,20 +165,20 @@ def _layers(net: torch.nn.Module, name: str) -> list[tuple[str, torch.nn.Module]
 
 # Training of all weights ----------------------------------------------------------------------------------------------
 
-Rngs = Sequence[np.random.Generator]
+Rngs = Sequence[Rng]
 Flags = NDArray[np.bool_]
-State = dict[str, torch.Tensor]
+State = dict[str, Tensor]
 
 
 class Minibatch(NamedTuple):
     """Rows of one step, of the clients that take it: the first A, since clients are sorted by rows."""
 
-    X: torch.Tensor  # (A, b, ...)
-    y: torch.Tensor  # (A, b, ...)
-    share: torch.Tensor  # of a row in the mean of its client, (A, b); 0 where the client has fewer rows than others
+    X: Tensor  # (A, b, ...)
+    y: Tensor  # (A, b, ...)
+    share: Tensor  # of a row in the mean of its client, (A, b); 0 where the client has fewer rows than others
 
 
-LossFn = Callable[[State, Minibatch], torch.Tensor]  # the sum over clients of their losses
+LossFn = Callable[[State, Minibatch], Tensor]  # the sum over clients of their losses
 
 
 class Weights:
@@ -199,18 +200,18 @@ class Weights:
         values = {name: self._cut(W, name, dtype) for name in self._slices}
         self.moving = {name: values.pop(name) for name in moving}
         self._fixed = {name: self._shown(name, value) for name, value in values.items()}
-        self._first: dict[int, tuple[list[torch.Tensor], State]] = {}
+        self._first: dict[int, tuple[list[Tensor], State]] = {}
 
-    def _cut(self, values: NDArray[np.generic], name: str, dtype: torch.dtype) -> torch.Tensor:
+    def _cut(self, values: NDArray[np.generic], name: str, dtype: torch.dtype) -> Tensor:
         """One parameter of flat vectors (K, d), in its layout in memory."""
         part = functional.tensor(np.asarray(values[:, self._slices[name]], dtype=float), dtype, self._device)
         part = part.view(len(values), *self._shapes[name])
         return (part.mT if name in self._transposed else part).contiguous()
 
-    def _shown(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def _shown(self, name: str, value: Tensor) -> Tensor:
         return value.mT if name in self._transposed else value
 
-    def first(self, count: int) -> tuple[list[torch.Tensor], State]:
+    def first(self, count: int) -> tuple[list[Tensor], State]:
         """Leaves of the first clients, which require gradients, and views of all their parameters."""
         if count not in self._first:
             leaves = {name: value[:count].detach().requires_grad_() for name, value in self.moving.items()}
@@ -219,7 +220,7 @@ class Weights:
             self._first[count] = list(leaves.values()), {**fixed, **shown}
         return self._first[count]
 
-    def like(self, values: Array) -> list[torch.Tensor]:
+    def like(self, values: Array) -> list[Tensor]:
         """Flat vectors (K, d) cut like the moving parameters."""
         return [self._cut(values, name, value.dtype) for name, value in self.moving.items()]
 
@@ -265,7 +266,7 @@ def train_together(
     weights, through = Weights(stack.net, W, moving, dtype, place), forward(stack.net, dtype, place)
     likelihood = stack.units[0].likelihood
 
-    def loss(state: State, batch: Minibatch) -> torch.Tensor:
+    def loss(state: State, batch: Minibatch) -> Tensor:
         each = likelihood.each(through(state, batch.X).flatten(0, 1), batch.y.flatten(0, 1))
         return torch.dot(each, batch.share.flatten())
 
@@ -346,9 +347,7 @@ def _epoch(stack: Stack, size: int, rngs: Rngs) -> Iterator[Minibatch]:
 # Heads, and the layers below them -------------------------------------------------------------------------------------
 
 
-def heads_rows(
-    units: Sequence[NetworkUnit], head: Head, W: Array
-) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
+def heads_rows(units: Sequence[NetworkUnit], head: Head, W: Array) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
     """Features (K, n, h) of clients' rows at weights W (K, D), their outcomes and numbers; zeros follow a last row."""
     body = without_head(copy.deepcopy(units[0].net), head)
     parts = [features(unit, head, w, body=body) for unit, w in zip(units, W, strict=True)]
@@ -380,7 +379,7 @@ def train_below_together(
     means, spreads = (functional.tensor(value, dtype, place) for value in q)
     noise = [head_noise(draws, means.shape[1], functional.generator_of(rng), dtype) for rng in rngs]
 
-    def loss(state: State, batch: Minibatch) -> torch.Tensor:
+    def loss(state: State, batch: Minibatch) -> Tensor:
         count = len(batch.X)
         drawn = torch.stack([next(each) for each in noise[:count]]).to(place)
         v = means[:count, None] + spreads[:count, None] * drawn

@@ -21,8 +21,9 @@ import torch
 from numpy.typing import NDArray
 from pytensor.graph.basic import equal_computations
 from pytensor.graph.traversal import ancestors
+from torch import Tensor
 
-from fedppl.types import Array, DeclarationError
+from fedppl.types import Array, DeclarationError, Rng
 
 Places = NDArray[np.integer[Any]]  # positions in a flat vector of weights
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -42,7 +43,7 @@ def cut(flat: Any, shapes: Mapping[Any, tuple[int, ...]]) -> dict[Any, Any]:
     return {key: flat[ends[i] : ends[i + 1]].reshape(shape) for i, (key, shape) in enumerate(shapes.items())}
 
 
-def pieces(net: torch.nn.Module, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+def pieces(net: torch.nn.Module, flat: Tensor) -> dict[str, Tensor]:
     """Cut a flat vector into the network's parameters, views of it."""
     return cut(flat, {name: value.shape for name, value in net.named_parameters()})
 
@@ -135,7 +136,7 @@ def _key(value: Any, above: frozenset[int]) -> Any:
         return repr(value)
     if isinstance(value, torch.nn.Module | type | ModuleType | FunctionType | MethodType) or id(value) in above:
         return identity
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         try:
             dense = value if value.layout is torch.strided else value.to_dense()
             value = host(torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense)
@@ -171,17 +172,17 @@ def size_of(net: torch.nn.Module) -> int:
     return sum(value.numel() for value in net.parameters())
 
 
-def state_of(net: torch.nn.Module, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+def state_of(net: torch.nn.Module, flat: Tensor) -> dict[str, Tensor]:
     """Parameters and buffers by name, in the flat vector's type and where it is."""
     return pieces(net, flat) | buffers_of(net, flat.dtype, flat.device)
 
 
-def buffers_of(net: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+def buffers_of(net: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Buffers by name, real ones in this type, on this device."""
     return {name: moved(value, dtype, device) for name, value in net.named_buffers()}
 
 
-def call(net: torch.nn.Module, state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
+def call(net: torch.nn.Module, state: dict[str, Tensor], X: Tensor) -> Tensor:
     """The output for these parameters and buffers, one tensor."""
     # Torch ties weights by all of their names. A layer that is used twice has two names, and after the call it would
     # hold plain tensors as parameters: here each layer gets its own once.
@@ -192,13 +193,13 @@ def call(net: torch.nn.Module, state: dict[str, torch.Tensor], X: torch.Tensor) 
             name_in_state = first.setdefault(id(value), full)
             if name_in_state in state:
                 complete[full] = state[name_in_state]
-    output: torch.Tensor = torch.func.functional_call(net, complete, (X,), tie_weights=False)
+    output: Tensor = torch.func.functional_call(net, complete, (X,), tie_weights=False)
     return output
 
 
 def gradients(
-    loss: torch.Tensor, leaves: Sequence[torch.Tensor], pull: torch.Tensor | None = None, *, keep: bool = False
-) -> tuple[torch.Tensor, ...]:
+    loss: Tensor, leaves: Sequence[Tensor], pull: Tensor | None = None, *, keep: bool = False
+) -> tuple[Tensor, ...]:
     """Gradients in the leaves, times `pull`, 0 where the loss has none; `keep` retains the graph for another call."""
     if not loss.requires_grad:
         return tuple(torch.zeros_like(leaf) for leaf in leaves)
@@ -215,14 +216,14 @@ def parts_of(net: torch.nn.Module, shape: Sequence[int]) -> list[slice]:
     return [slice(start, start + size) for start in range(0, max(rows, 1), size)]
 
 
-def by_parts(net: torch.nn.Module, compute: Callable[[Any], torch.Tensor], X: Any) -> torch.Tensor:
+def by_parts(net: torch.nn.Module, compute: Callable[[Any], Tensor], X: Any) -> Tensor:
     """A function of rows at all of them, computed for some at a time."""
     parts = parts_of(net, X.shape)
     return compute(X) if len(parts) == 1 else torch.cat([compute(X[rows]) for rows in parts])
 
 
 @contextlib.contextmanager
-def hooked(layers: Mapping[str, torch.nn.Module], keep: Callable[[str, Any, torch.Tensor], Any]) -> Iterator[None]:
+def hooked(layers: Mapping[str, torch.nn.Module], keep: Callable[[str, Any, Tensor], Any]) -> Iterator[None]:
     """Call `keep` with name, inputs and output of each of these layers; what it returns replaces the output."""
     with contextlib.ExitStack() as hooks:
         for name, layer in layers.items():
@@ -293,33 +294,33 @@ def placed(device: torch.device, dtype: torch.dtype) -> torch.device:
     return CPU if dtype == torch.float64 and device.type in _WITHOUT_FLOAT64 else device
 
 
-def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Real numbers in this type; whole numbers as they are."""
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def moved(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def moved(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`cast`, on this device, in an order that needs no type that a device lacks."""
     return cast(value.to(device), dtype) if device.type == "cpu" else cast(value, dtype).to(device)
 
 
-def tensor(X: Array, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def tensor(X: Array, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers for torch: real ones in this type, whole ones as they are."""
     return moved(torch.from_numpy(np.ascontiguousarray(X)), dtype, device)
 
 
-def host(value: torch.Tensor) -> Array:
+def host(value: Tensor) -> Array:
     """Numbers for NumPy, in float64; they may be those of the tensor itself."""
     array: Array = value.detach().cpu().double().numpy()
     return array
 
 
-def generator_of(rng: np.random.Generator) -> torch.Generator:
+def generator_of(rng: Rng) -> torch.Generator:
     """Torch's draws from a client's stream, on the host: the same whatever the device."""
     return torch.Generator().manual_seed(int(rng.integers(2**62)))
 
 
-def taken(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def taken(value: Tensor, rows: Tensor) -> Tensor:
     """Some of the rows, on any device."""
     return value[rows.to(value.device)]
 
@@ -328,14 +329,14 @@ class Computed(torch.autograd.Function):
     """Values (...) of what NumPy computes from x (..., d), with slopes (..., d)."""
 
     @staticmethod
-    def forward(context: Any, x: torch.Tensor, compute: Any) -> torch.Tensor:
+    def forward(context: Any, x: Tensor, compute: Any) -> Tensor:
         """Compute the values, and the slopes that `backward` needs."""
         values, slopes = compute(host(x))
         context.save_for_backward(tensor(np.asarray(slopes), x.dtype, x.device))
         return tensor(np.asarray(values), x.dtype, x.device).reshape(np.shape(values))
 
     @staticmethod
-    def backward(context: Any, upstream: torch.Tensor) -> Any:
+    def backward(context: Any, upstream: Tensor) -> Any:
         """Slopes of x."""
         (slopes,) = context.saved_tensors
         return slopes * upstream[..., None], None

@@ -12,6 +12,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedppl.nn.functional import Places, by_parts, call, reason
 from fedppl.nn.likelihood import Likelihood
@@ -83,7 +84,7 @@ def features(
     X: Array | None = None,
     body: torch.nn.Module | None = None,
     dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
+) -> Tensor:
     """The head's inputs (n, h) for the client's rows, or for X, by the network without it, `body`."""
     body = without_head(copy.deepcopy(unit.net), head) if body is None else body
     own = {name for name, _ in (*body.named_parameters(), *body.named_buffers())}
@@ -92,7 +93,7 @@ def features(
         return by_parts(body, lambda rows: call(body, state, rows), unit.tensor(unit.X if X is None else X, dtype))
 
 
-def expected_loss(unit: NetworkUnit, head: Head, z: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def expected_loss(unit: NetworkUnit, head: Head, z: Tensor, y: Tensor, v: Tensor) -> Tensor:
     """Mean negative log likelihood over rows and over the draws v (S, d)."""
     return unit.likelihood.each_last(logits(head, z[None], v[None])[0], y.expand(len(v), *y.shape)).mean()
 
@@ -100,7 +101,7 @@ def expected_loss(unit: NetworkUnit, head: Head, z: torch.Tensor, y: torch.Tenso
 # Heads of K clients on their features z (K, n, h), at S draws v (K, S, d) of each -------------------------------------
 
 
-def logits(head: Head, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def logits(head: Head, z: Tensor, v: Tensor) -> Tensor:
     """Outputs (K, S, C, n), by one product of matrices a client; rows last, which is fastest."""
     clients, draws = v.shape[:2]
     matrix = v[:, :, head.matrix].reshape(clients, draws * head.outputs, -1)
@@ -108,9 +109,7 @@ def logits(head: Head, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return output + v[:, :, head.offset, None] if head.offset.stop > head.offset.start else output
 
 
-def head_slopes(
-    likelihood: Likelihood, head: Head, z: torch.Tensor, y: torch.Tensor, share: torch.Tensor, v: torch.Tensor
-) -> torch.Tensor:
+def head_slopes(likelihood: Likelihood, head: Head, z: Tensor, y: Tensor, share: Tensor, v: Tensor) -> Tensor:
     """Gradients (K, S, d) of clients' mean losses, the losses' slopes times the features; each row has its `share`."""
     output = logits(head, z, v)
     residuals = likelihood.slopes_last(output.flatten(0, 1), of_draws(y, v.shape[1])).view(output.shape)
@@ -120,6 +119,6 @@ def head_slopes(
     return torch.cat([slopes, residuals.sum(3)], 2) if head.offset.stop > head.offset.start else slopes
 
 
-def of_draws(y: torch.Tensor, draws: int) -> torch.Tensor:
+def of_draws(y: Tensor, draws: int) -> Tensor:
     """Outcomes (K, n, ...) of each client for each of its draws, (K S, n, ...)."""
     return y[:, None].expand(-1, draws, *y.shape[1:]).flatten(0, 1)

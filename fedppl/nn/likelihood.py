@@ -34,13 +34,14 @@ from pytensor.tensor.random.type import RandomType
 from pytensor.tensor.shape import Reshape, SpecifyShape
 from pytensor.tensor.special import Softmax
 from pytensor.tensor.subtensor import Subtensor
+from torch import Tensor
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
 from fedppl.nn.functional import Computed, cut, host, kind_of, network_nodes, one_call, parameter_slices, reason, tensor
 from fedppl.nn.op import output_of_two
-from fedppl.types import Array, DataError, DeclarationError, LocalFailure, Variable
+from fedppl.types import Array, DataError, DeclarationError, LocalFailure, Rng, Variable
 
 CONTRACT = (
     "a network's client declares weights = fedppl.nn.parameters(net), output = fedppl.nn.module(net, weights, X), "
@@ -56,34 +57,34 @@ class Categorical:
 
     kind: ClassVar[str] = "categorical"
 
-    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Outcomes (n, ...) as the functions below take them, beside outputs of this type on this device."""
         return torch.from_numpy(np.array(y)).long().to(device)
 
-    def mean(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def mean(self, output: Tensor, y: Tensor) -> Tensor:
         """Mean loss of outputs (n, C) at outcomes (n, ...)."""
         return torch.nn.functional.cross_entropy(output, y)
 
-    def each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def each(self, output: Tensor, y: Tensor) -> Tensor:
         """Losses (n,)."""
         return torch.nn.functional.cross_entropy(output, y, reduction="none")
 
     # Losses (K, n) of outputs (K, C, n), whose rows come last, at outcomes (K, n, ...).
     each_last = each
 
-    def slopes_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def slopes_last(self, output: Tensor, y: Tensor) -> Tensor:
         """∂ℓ/∂f of outputs (K, C, n), at outcomes (K, n, ...), p less 1 at the class; arguments may be overwritten."""
         slopes = torch.softmax(output, 1)
         classes = y[:, None]
         return slopes.scatter_add_(1, classes, -torch.ones_like(classes, dtype=output.dtype))
 
-    def root(self, output: torch.Tensor, y: torch.Tensor, *, expected: bool = False) -> torch.Tensor:
+    def root(self, output: Tensor, y: Tensor, *, expected: bool = False) -> Tensor:
         """R (n, C, r) with R Rᵀ = Λ, of outputs (n, C), or of its expectation over outcomes: diag(√p) − p √pᵀ."""
         p = torch.softmax(output, dim=1)
         root = p.sqrt()
         return torch.diag_embed(root) - p[:, :, None] * root[:, None, :]
 
-    def log_density(self, output: torch.Tensor, y: torch.Tensor) -> float:
+    def log_density(self, output: Tensor, y: Tensor) -> float:
         """log p(y | f) of all rows with its constants."""
         return -float(self.each(output, y).sum())
 
@@ -95,35 +96,35 @@ class Normal:
     sd: float
     kind: ClassVar[str] = "normal"
 
-    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A row (C,) for each row of inputs."""
         return torch.from_numpy(np.array(y)).to(dtype).to(device).reshape(len(y), -1)
 
-    def mean(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def mean(self, output: Tensor, y: Tensor) -> Tensor:
         """See `Categorical`."""
         square = (y.view(output.shape) - output) ** 2
         return 0.5 * square.sum() / (len(y) * self.sd**2)
 
-    def each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def each(self, output: Tensor, y: Tensor) -> Tensor:
         """See `Categorical`."""
         square = (y.reshape(output.shape) - output) ** 2
         return square.reshape(len(square), -1).sum(1) * (0.5 / self.sd**2)
 
-    def each_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def each_last(self, output: Tensor, y: Tensor) -> Tensor:
         """See `Categorical`."""
         square = (y.mT - output) ** 2
         return square.sum(1) * (0.5 / self.sd**2)
 
-    def slopes_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def slopes_last(self, output: Tensor, y: Tensor) -> Tensor:
         """Residuals over the variance."""
         return (output - y.mT) / self.sd**2
 
-    def root(self, output: torch.Tensor, y: torch.Tensor, *, expected: bool = False) -> torch.Tensor:
+    def root(self, output: Tensor, y: Tensor, *, expected: bool = False) -> Tensor:
         """I / σ."""
         eye = torch.eye(output.shape[1], dtype=output.dtype, device=output.device)
         return eye.expand(len(output), -1, -1) / self.sd
 
-    def log_density(self, output: torch.Tensor, y: torch.Tensor) -> float:
+    def log_density(self, output: Tensor, y: Tensor) -> float:
         """See `Categorical`."""
         return -float(self.each(output, y).sum()) - y.numel() * float(np.log(self.sd) + 0.5 * np.log(2 * np.pi))
 
@@ -162,36 +163,36 @@ class Declared:
     curvatures: Callable[[Array, Array], Array]  # the same to Λ, (n, C, C)
     drawn: Callable[[], Drawn]  # draws of outcomes, and their means; built at the first call
 
-    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Columns (n, q) on the host, in double precision: a count may have more digits than single precision."""
         return torch.from_numpy(np.array(y, dtype=float))
 
-    def mean(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def mean(self, output: Tensor, y: Tensor) -> Tensor:
         """Mean loss."""
         return self.each(output, y).mean()
 
-    def each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def each(self, output: Tensor, y: Tensor) -> Tensor:
         """Losses (n,), differentiable by torch in the outputs."""
         rows, columns = output.reshape(len(output), -1), y.numpy()
-        losses: torch.Tensor = Computed.apply(rows, lambda at: self.losses(at, columns))  # type: ignore[no-untyped-call]
+        losses: Tensor = Computed.apply(rows, lambda at: self.losses(at, columns))  # type: ignore[no-untyped-call]
         return losses
 
-    def each_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def each_last(self, output: Tensor, y: Tensor) -> Tensor:
         """Losses (K, n) of outputs (K, C, n)."""
         return self.each(output.mT.flatten(0, 1), y.flatten(0, 1)).view(len(output), -1)
 
-    def slopes_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def slopes_last(self, output: Tensor, y: Tensor) -> Tensor:
         """∂ℓ/∂f of outputs (K, C, n)."""
         rows = output.mT.flatten(0, 1)
         _, slopes = self.losses(host(rows), y.flatten(0, 1).numpy())
         return tensor(slopes, output.dtype, output.device).view(len(output), -1, output.shape[1]).mT.contiguous()
 
-    def bends(self, output: torch.Tensor, y: torch.Tensor) -> bool:
+    def bends(self, output: Tensor, y: Tensor) -> bool:
         """Whether Λ is not positive semi-definite at some row of the client, so that its expectation is used at all."""
         values = np.linalg.eigvalsh(self._finite(self.curvatures(host(output), y.numpy())))
         return bool(np.any(values[:, 0] < -_BENT * np.maximum(values[:, -1], 0.0)))
 
-    def root(self, output: torch.Tensor, y: torch.Tensor, *, expected: bool = False) -> torch.Tensor:
+    def root(self, output: Tensor, y: Tensor, *, expected: bool = False) -> Tensor:
         """R (n, C + e, C) with R Rᵀ = Λ; unknowns are points, and have no rows in it.
 
         Where Λ is 0 at a row though the loss has a slope there, as beside a kink, its expectation over outcomes
@@ -247,7 +248,7 @@ class Declared:
             for variable, part in zip(self.read, np.split(y, ends, axis=1), strict=True)
         ]
 
-    def log_density(self, output: torch.Tensor, y: torch.Tensor) -> float:
+    def log_density(self, output: Tensor, y: Tensor) -> float:
         """log p(y | f), all of it."""
         return -float(self.each(output, y).sum())
 
@@ -282,7 +283,7 @@ def beside(arrays: Sequence[Array], rows: int) -> Array:
 class Drawn(NamedTuple):
     """Functions of outputs with unknowns (n, C + e), and of the other variables that the likelihood reads, by name."""
 
-    draw: Callable[[Array, Mapping[str, Array], np.random.Generator], Array]  # outcomes (n, ...)
+    draw: Callable[[Array, Mapping[str, Array], Rng], Array]  # outcomes (n, ...)
     # Means (n, ...), or probabilities (n, classes) of a categorical outcome; None where PyMC has none.
     mean: Callable[[Array, Mapping[str, Array]], Array] | None
     has_moments: bool  # False of a Cauchy, for example, whose draws have no stable mean and sd
@@ -345,7 +346,7 @@ def _draw(inputs: Sequence[Any], outcome: Any) -> Callable[..., Array]:
     (outcome,) = clone_replace([outcome], dict(zip(generators, generators_of_draws, strict=True)), rebuild_strict=False)
     compute, lock = _function_of(inputs, outcome), threading.Lock()
 
-    def draw(outputs: Array, others: Mapping[str, Array], rng: np.random.Generator) -> Array:
+    def draw(outputs: Array, others: Mapping[str, Array], rng: Rng) -> Array:
         with lock:
             for generator, child in zip(generators_of_draws, rng.spawn(len(generators_of_draws)), strict=True):
                 generator.set_value(child)

@@ -12,6 +12,7 @@ import torch
 from pytensor.gradient import DisconnectedType
 from pytensor.graph.basic import Apply
 from pytensor.graph.op import Op
+from torch import Tensor
 
 from fedppl.nn import functional
 from fedppl.types import Array, DeclarationError
@@ -155,7 +156,7 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
     return {name: pm.Normal(name, starts[name], float(scales[name]), shape=starts[name].shape) for name in names}
 
 
-def output_of_two(net: torch.nn.Module, X: Array, device: torch.device) -> torch.Tensor:
+def output_of_two(net: torch.nn.Module, X: Array, device: torch.device) -> Tensor:
     """The output for the first two rows of X, at the values of the network's parameters."""
     place = functional.placed(device, torch.float64)
     flat, rows = (functional.tensor(np.array(v), torch.float64, place) for v in (functional.initial_of(net), X[:2]))
@@ -171,8 +172,8 @@ def _output_ndim(net: torch.nn.Module, X: Array, device: torch.device) -> int:
         remedy = "" if rows.is_floating_point() else " Where numbers are no codes pass X.astype(float)."
         what = f"inputs of shape {tuple(rows.shape)}, {rows.dtype} ({functional.reason(error)})"
         raise DeclarationError(f"the network fails on {what}.{remedy}") from error
-    if not isinstance(output, torch.Tensor) or output.ndim < 1 or len(output) != len(rows):
-        what = f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
+    if not isinstance(output, Tensor) or output.ndim < 1 or len(output) != len(rows):
+        what = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise DeclarationError(
             f"the network gives {what} for {len(rows)} rows; wrap it in a module that gives a tensor with these rows."
         )
@@ -186,13 +187,13 @@ def _output_ndim(net: torch.nn.Module, X: Array, device: torch.device) -> int:
 # Operations of PyTensor that evaluate a network of torch, and its vector-Jacobian product, some rows at a time --------
 
 
-def called(net: torch.nn.Module, flat: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
+def called(net: torch.nn.Module, flat: Tensor, X: Tensor) -> Tensor:
     """The output, by this thread's copy."""
     net = functional.own_copy(net)
     return functional.call(net, functional.state_of(net, flat), X)
 
 
-def _parts(net: torch.nn.Module, flat: torch.Tensor, X: Array, place: torch.device) -> Iterator[torch.Tensor]:
+def _parts(net: torch.nn.Module, flat: Tensor, X: Array, place: torch.device) -> Iterator[Tensor]:
     """Inputs, some rows at a time; all at once where a few of them show that rows depend on each other."""
     parts = functional.parts_of(net, X.shape)
     if len(parts) > 1:

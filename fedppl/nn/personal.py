@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedppl.nn.functional import Places, call, generator_of, gradients, host, parts_of, state_of, taken, tensor
 from fedppl.nn.head import Head, expected_loss, features, head_slopes, without_head
@@ -15,32 +16,26 @@ from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.subnet import Subnetwork, along, chunks
 from fedppl.nn.train import Leaves, Training, batches, loss_at, optimizer_of, require_bounded, require_no_rise, rows_of
 from fedppl.nn.unit import NetworkUnit, outcomes, outputs
-from fedppl.types import Array, LocalFailure
+from fedppl.types import Array, LocalFailure, Rng
 
 _DIFFERENCE = 1e-2  # of weights, for a product with the Hessian
 _DRAWS = 32  # of all weights, to check that a bound fell
 _Normals = tuple[tuple[Array, Array], tuple[Array, Array]]  # means and sds of q, and of p
 
 
-def _loss(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _loss(unit: NetworkUnit, flat: Tensor, X: Tensor, y: Tensor) -> Tensor:
     net = unit.net
     return unit.likelihood.mean(call(net, state_of(net, flat), X), y)
 
 
-def _gradient(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _gradient(unit: NetworkUnit, flat: Tensor, X: Tensor, y: Tensor) -> Tensor:
     leaf = flat.detach().requires_grad_()
     with torch.enable_grad():
         return gradients(_loss(unit, leaf, X, y), [leaf])[0]
 
 
 def meta_steps(
-    unit: NetworkUnit,
-    w: Array,
-    steps: Training,
-    inner_rate: float,
-    rng: np.random.Generator,
-    *,
-    dtype: torch.dtype = torch.float32,
+    unit: NetworkUnit, w: Array, steps: Training, inner_rate: float, rng: Rng, *, dtype: torch.dtype = torch.float32
 ) -> Array:
     r"""Descend F(w) = f(w − α ∇f(w)) with the Hessian's product by differences, Per-FedAvg (HF).
 
@@ -67,7 +62,7 @@ def meta_steps(
     return require_bounded(host(flat), w)
 
 
-def _ahead(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor, rate: float) -> float:
+def _ahead(unit: NetworkUnit, flat: Tensor, X: Tensor, y: Tensor, rate: float) -> float:
     """F: the mean loss after one gradient step on all rows, computed for some rows at a time."""
     ahead = flat - rate * _slope(unit, flat, X, y)
     with torch.no_grad():
@@ -75,7 +70,7 @@ def _ahead(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tens
         return float(sum(_loss(unit, ahead, X[rows], y[rows]) * share for rows, share in parts))
 
 
-def _slope(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _slope(unit: NetworkUnit, flat: Tensor, X: Tensor, y: Tensor) -> Tensor:
     """Gradient of the mean loss of all rows, computed for some rows at a time."""
     slope = torch.zeros_like(flat)
     for rows in parts_of(unit.net, X.shape):
@@ -103,7 +98,7 @@ def moreau_steps(
     steps: Training,
     lam: float,
     inner: tuple[float, int],
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Array, Array]:
@@ -142,7 +137,7 @@ def bayes_steps(
     steps: Training,
     weight: float,
     draws: int,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     start: tuple[Array, Array] | None = None,
     follow: bool = True,
@@ -158,7 +153,7 @@ def bayes_steps(
     """
     (X, y), source = rows_of(unit, unit.net, dtype), generator_of(rng)
 
-    def raw(pair: tuple[Array, Array]) -> list[torch.Tensor]:
+    def raw(pair: tuple[Array, Array]) -> list[Tensor]:
         middle, spread = (np.array(value, dtype=float) for value in pair)
         both = torch.from_numpy(middle), softplus_backwards(spread)
         return [value.to(dtype).to(X.device).requires_grad_() for value in both]
@@ -197,7 +192,7 @@ def bayes_steps(
     return ended
 
 
-def _normal(pair: list[torch.Tensor]) -> tuple[Array, Array]:
+def _normal(pair: list[Tensor]) -> tuple[Array, Array]:
     return host(pair[0]).copy(), host(torch.nn.functional.softplus(pair[1].detach()))
 
 
@@ -210,9 +205,7 @@ def _bound(unit: NetworkUnit, both: _Normals, strength: float) -> float:
     return float(expected + strength * apart.sum())
 
 
-def _step(
-    optimizer: torch.optim.Optimizer, pair: list[torch.Tensor], of_mean: torch.Tensor, of_sd: torch.Tensor
-) -> None:
+def _step(optimizer: torch.optim.Optimizer, pair: list[Tensor], of_mean: Tensor, of_sd: Tensor) -> None:
     """A step by the slopes in means and sds, of the means and the softplus' arguments."""
     pair[0].grad, pair[1].grad = of_mean, of_sd * torch.sigmoid(pair[1])
     optimizer.step()
@@ -233,7 +226,7 @@ class HeadSteps(NamedTuple):
     momentum: float | None = None  # of gradient steps; None for Adam
 
 
-def softplus_backwards(sd: Array) -> torch.Tensor:
+def softplus_backwards(sd: Array) -> Tensor:
     """The number whose softplus is this."""
     value = torch.from_numpy(sd)
     return torch.where(value > 20, value, torch.log(torch.expm1(value)))
@@ -242,12 +235,12 @@ def softplus_backwards(sd: Array) -> torch.Tensor:
 def head_posteriors(
     likelihood: Likelihood,
     head: Head,
-    rows: tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]],
+    rows: tuple[Tensor, Tensor, NDArray[np.int64]],
     starts: tuple[Array, Array],
     centres: Array,
     confidences: Array,
     steps: HeadSteps,
-    rngs: Sequence[np.random.Generator],
+    rngs: Sequence[Rng],
 ) -> tuple[Array, Array, NDArray[np.bool_]]:
     r"""Move q of K clients towards the variational posteriors of their heads under N(w, I / τ).
 
@@ -282,7 +275,7 @@ def head_posteriors(
     return *moments, np.all(np.isfinite(moments), axis=(0, 2))
 
 
-def head_noise(draws: int, size: int, source: torch.Generator, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def head_noise(draws: int, size: int, source: torch.Generator, dtype: torch.dtype) -> Iterator[Tensor]:
     """An infinite series of standard normal numbers (K, d) for draws of the head, made in blocks."""
     count = max(1, _BLOCK // (draws * size))
     while True:
@@ -298,7 +291,7 @@ def train_below(
     q: tuple[Array, Array],
     settings: Training,
     draws: int,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Array:
@@ -334,7 +327,7 @@ def train_below(
 #     log p(y | f_s),   f_s(x) = f(x; ŵ) + J_S(x) (w_S − ŵ_S),   w_S ~ q
 
 
-def log_densities(unit: NetworkUnit, q: Subnetwork, count: int, rng: np.random.Generator) -> Array:
+def log_densities(unit: NetworkUnit, q: Subnetwork, count: int, rng: Rng) -> Array:
     """Log density of held-out rows at each of `count` draws from a subnetwork's posterior q by other rows, (count,)."""
     deviations, density = unit.tensor(q.deviations(count, rng), torch.float64), np.zeros(count)  # (count, s)
     at, y, first = outputs(unit, q.weights, unit.X), outcomes(unit, torch.float64), 0

@@ -25,7 +25,7 @@ from fedppl.results import idata
 from fedppl.results.fit import Fit
 from fedppl.results.predicting import new_inputs
 from fedppl.settings import a_fit, between, one_of, some_of, whole
-from fedppl.types import Array, DataError, DeclarationError, LocalFailure
+from fedppl.types import Array, DataError, DeclarationError, LocalFailure, Rng
 
 _ROWS = 4096  # predicted at once, with covariances of their outputs and draws in memory
 
@@ -258,7 +258,7 @@ def _moments(unit: NetworkUnit, own: Own, X: Array, first: int, link: str) -> tu
 
 
 def _closed(
-    unit: NetworkUnit, logits: Array, covariance: Array, link: str, draws: int, ci_prob: float, rng: np.random.Generator
+    unit: NetworkUnit, logits: Array, covariance: Array, link: str, draws: int, ci_prob: float, rng: Rng
 ) -> dict[str, Array]:
     variance = np.diagonal(covariance, axis1=1, axis2=2).copy()  # a view would keep all covariances in memory
     if isinstance(unit.likelihood, Normal):
@@ -283,7 +283,7 @@ LINKS = ("scaled", "by class", "monte carlo", "probit", "map")
 
 
 def probabilities(
-    logits: Array, covariance: Array, *, link: str = "scaled", draws: int = 100, rng: np.random.Generator | None = None
+    logits: Array, covariance: Array, *, link: str = "scaled", draws: int = 100, rng: Rng | None = None
 ) -> Array:
     """Class probabilities (n, C) of normal outputs with means (n, C) and covariances (n, C, C): `fedppl.nn.predict`."""
     variance = np.diagonal(covariance, axis1=1, axis2=2)
@@ -305,7 +305,7 @@ def probabilities(
     return np.asarray(total / draws)
 
 
-def _drawn(outputs: Array, covariance: Array, draws: int, rng: np.random.Generator) -> Iterator[Array]:
+def _drawn(outputs: Array, covariance: Array, draws: int, rng: Rng) -> Iterator[Array]:
     """Normal draws (n, C) of outputs with these means and covariances."""
     values, vectors = np.linalg.eigh(covariance)
     root = vectors * np.sqrt(np.clip(values, 0.0, None))[:, None]
@@ -323,7 +323,7 @@ def _outcomes_at(
     covariance: Array,
     draws: int,
     ci_prob: float,
-    rng: np.random.Generator,
+    rng: Rng,
 ) -> tuple[dict[str, Array], dict[str, tuple[str, ...]]]:
     """Means, sds and intervals of outcomes, or probabilities of classes, with dims of each.
 

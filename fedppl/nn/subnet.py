@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedppl.nn.functional import Places, call, gradients, hooked, host, parameter_slices, positions, tensor
 from fedppl.nn.likelihood import Declared
 from fedppl.nn.unit import NetworkUnit, outcomes, outputs
 from fedppl.settings import one_of
-from fedppl.types import Array, DeclarationError, LocalFailure
+from fedppl.types import Array, DeclarationError, LocalFailure, Rng
 
 _NUMBERS = 2**25  # in one array of a chunk
 RULES = ("live", "variance")  # by which a subnetwork is chosen
@@ -36,9 +37,9 @@ _LOOKED_AT = 3  # rows on which to check that a layer's derivatives factor
 class Slopes(NamedTuple):
     """Derivatives of C outputs of b rows with respect to the weights of S; outputs may be in a basis of √Λ."""
 
-    slope: torch.Tensor  # ∂f_c / ∂z_u of the units of linear layers, (b, C, U)
-    inputs: torch.Tensor  # of these layers, side by side, with a column of ones for biases, (b, K)
-    rest: torch.Tensor  # ∂f_c / ∂w of other weights, (b, C, r)
+    slope: Tensor  # ∂f_c / ∂z_u of the units of linear layers, (b, C, U)
+    inputs: Tensor  # of these layers, side by side, with a column of ones for biases, (b, K)
+    rest: Tensor  # ∂f_c / ∂w of other weights, (b, C, r)
     plan: _Plan
 
 
@@ -74,18 +75,12 @@ def chunks(
 
 
 def slopes(
-    unit: NetworkUnit,
-    state: dict[str, Any],
-    X: torch.Tensor,
-    plan: _Plan,
-    y: torch.Tensor | None = None,
-    *,
-    expected: bool = False,
+    unit: NetworkUnit, state: dict[str, Any], X: Tensor, plan: _Plan, y: Tensor | None = None, *, expected: bool = False
 ) -> Slopes:
     """Derivatives of one chunk, in the basis of √Λ with outcomes y, else of the outputs."""
-    calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    calls: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def keep(name: str, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    def keep(name: str, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
         calls[name] = given[0].detach().clone(), output
         return output.clone()  # the next layer may change it in place
 
@@ -106,7 +101,7 @@ def slopes(
     return Slopes(slope, inputs, rest, plan)
 
 
-def rows_of(part: Slopes, size: int) -> torch.Tensor:
+def rows_of(part: Slopes, size: int) -> Tensor:
     """√Λ J of a chunk, (b, C, s)."""
     plan, J = part.plan, part.rest.new_zeros(*part.rest.shape[:2], size)
     J[:, :, plan.places] = part.slope[:, :, plan.unit] * part.inputs[:, None, plan.column]
@@ -114,26 +109,24 @@ def rows_of(part: Slopes, size: int) -> torch.Tensor:
     return J
 
 
-def _spread_out(part: Slopes, values: torch.Tensor) -> torch.Tensor:
+def _spread_out(part: Slopes, values: Tensor) -> Tensor:
     """Values of the weights of S (s,) in a matrix of linear layers' units and inputs, (U, K)."""
     matrix = values.new_zeros(part.slope.shape[2], part.inputs.shape[1])
     matrix[part.plan.unit, part.plan.column] = values[part.plan.places]
     return matrix
 
 
-def along(part: Slopes, change: torch.Tensor) -> torch.Tensor:
+def along(part: Slopes, change: Tensor) -> Tensor:
     """J times a change of S (s,), (b, C), without J in memory."""
     of_units = part.inputs @ _spread_out(part, change).T
     return part.rest @ change[part.plan.rest_places] + (part.slope @ of_units[:, :, None])[:, :, 0]
 
 
-def _rest(
-    unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, places: dict[str, Any], factor: torch.Tensor
-) -> torch.Tensor:
+def _rest(unit: NetworkUnit, state: dict[str, Any], X: Tensor, places: dict[str, Any], factor: Tensor) -> Tensor:
     """Derivatives with respect to weights of layers that are not linear, (b, C, r)."""
     chosen, others = {k: state[k] for k in places}, {k: v for k, v in state.items() if k not in places}
 
-    def output(values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    def output(values: dict[str, Tensor], x: Tensor) -> Tensor:
         return call(unit.net, {**values, **others}, x[None]).reshape(-1)
 
     try:
@@ -146,10 +139,10 @@ def _rest(
     return factor.mT @ torch.cat(parts, dim=2).detach()
 
 
-def _row_by_row(compute: Any, chosen: dict[str, torch.Tensor], X: torch.Tensor) -> dict[str, torch.Tensor]:
+def _row_by_row(compute: Any, chosen: dict[str, Tensor], X: Tensor) -> dict[str, Tensor]:
     """∂f / ∂w by name, (b, C, ...), for one row and one output at a time."""
     live = {name: value.detach().requires_grad_() for name, value in chosen.items()}
-    rows: list[list[tuple[torch.Tensor, ...]]] = []
+    rows: list[list[tuple[Tensor, ...]]] = []
     with torch.enable_grad():
         for x in X:
             output = compute(live, x)
@@ -157,7 +150,7 @@ def _row_by_row(compute: Any, chosen: dict[str, torch.Tensor], X: torch.Tensor) 
     return {name: torch.stack([torch.stack([c[i] for c in row]) for row in rows]) for i, name in enumerate(live)}
 
 
-def _checked_plan(unit: NetworkUnit, state: dict[str, Any], x: torch.Tensor, index: Places) -> _Plan:
+def _checked_plan(unit: NetworkUnit, state: dict[str, Any], x: Tensor, index: Places) -> _Plan:
     """Factor the layers whose derivatives factor at a few rows: a weight may be used outside its layer's call too."""
     plan = _plan(unit, state, x, index, ())
     outside = []
@@ -175,12 +168,12 @@ def _checked_plan(unit: NetworkUnit, state: dict[str, Any], x: torch.Tensor, ind
     return _plan(unit, state, x, index, tuple(outside)) if outside else plan
 
 
-def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Places, outside: tuple[str, ...]) -> _Plan:
+def _plan(unit: NetworkUnit, state: dict[str, Any], X: Tensor, index: Places, outside: tuple[str, ...]) -> _Plan:
     """Factor the weights of linear layers that are called once, on a matrix, but for those `outside`."""
     calls: dict[str, list[int]] = {}
     linear = {name: layer for name, layer in unit.net.named_modules() if type(layer) is torch.nn.Linear}
 
-    def count(name: str, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    def count(name: str, given: tuple[Tensor, ...], output: Tensor) -> None:
         calls.setdefault(name, []).append(given[0].ndim)
 
     with hooked(linear, count), torch.no_grad():
@@ -226,7 +219,7 @@ class Subnetwork(NamedTuple):
     places: Places  # of S in w, (s,)
     covariance: Array  # of w_S, (s, s), or (s,) where its weights are independent
 
-    def deviations(self, count: int, rng: np.random.Generator) -> Array:
+    def deviations(self, count: int, rng: Rng) -> Array:
         """Draws of w_S − ŵ_S, (count, s)."""
         noise = rng.normal(size=(count, len(self.places)))
         if self.covariance.ndim == 1:
@@ -288,12 +281,12 @@ def curvature(unit: NetworkUnit, w: Array, index: Places, *, dtype: torch.dtype 
     return np.asarray(host(_mirrored(matrix))[np.ix_(back, back)])
 
 
-def _mirrored(matrix: torch.Tensor) -> torch.Tensor:
+def _mirrored(matrix: Tensor) -> Tensor:
     """The symmetric matrix with this upper triangle."""
     return torch.triu(matrix) + torch.triu(matrix, 1).T
 
 
-def _by_unit(part: Slopes) -> tuple[NDArray[np.int64], list[tuple[int, slice, torch.Tensor]]]:
+def _by_unit(part: Slopes) -> tuple[NDArray[np.int64], list[tuple[int, slice, Tensor]]]:
     """Weights in the order of their units; and of each unit its number, slice of that order, and inputs (b, k)."""
     order = np.argsort(part.plan.unit, kind="stable")
     units, starts = np.unique(part.plan.unit[order], return_index=True)
@@ -419,7 +412,7 @@ _FEWER = 3  # ratio of weights to rows above which the products are cheaper
 
 def of_few_rows(
     unit: NetworkUnit, w: Array, index: Places, variance: Array, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+) -> tuple[Tensor, Tensor] | None:
     """Factors √g (s,) and B (rows, s) of the covariance √g (I − Bᵀ B) √g of `infer`.
 
     With rows A = √Λ J √g it is B = L⁻¹ A with L Lᵀ = I + A Aᵀ. None where too many rows make it slow, or rounding
@@ -439,7 +432,7 @@ def of_few_rows(
     return scale, torch.linalg.solve_triangular(torch.linalg.cholesky(inner), A, upper=False)
 
 
-def add_square(matrix: torch.Tensor, rows: torch.Tensor, sign: float = 1.0) -> None:
+def add_square(matrix: Tensor, rows: Tensor, sign: float = 1.0) -> None:
     """Add ± rowsᵀ rows to the upper triangle, and to a small part of the lower one."""
     size = max(_BLOCK, -(-len(matrix) // 8))
     for start in range(0, len(matrix), size):
@@ -447,7 +440,7 @@ def add_square(matrix: torch.Tensor, rows: torch.Tensor, sign: float = 1.0) -> N
         matrix[here, start:].addmm_(rows[:, here].T, rows[:, start:], alpha=sign)
 
 
-def largest_eigenvalue(matrix: torch.Tensor, scale: torch.Tensor) -> float:
+def largest_eigenvalue(matrix: Tensor, scale: Tensor) -> float:
     """The largest eigenvalue of scale · matrix · scale, or slightly less; at least its largest diagonal entry."""
     vector = torch.zeros_like(scale)
     vector[(matrix.diagonal() * scale**2).argmax()] = 1.0

@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedppl.nn.functional import Places, by_parts, call, cast, gradients, host, parameter_slices, pieces, taken, tensor
 from fedppl.nn.unit import NetworkUnit, outcomes
-from fedppl.types import Array, LocalFailure
+from fedppl.types import Array, LocalFailure, Rng
 
 RISE = 1.0  # in nats of a row's mean loss, above which training has diverged
 GROWTH = 1e6  # of weights, above which training has diverged
 _FUSED = ("cpu", "cuda")  # devices with fused optimizers in every supported torch
-_Penalty = Callable[[torch.Tensor], torch.Tensor]
+_Penalty = Callable[[Tensor], Tensor]
 
 
 class Training(NamedTuple):
@@ -34,7 +35,7 @@ def train(
     w: Array,
     free: Places,
     settings: Training,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     prior: tuple[Array, Array] | None = None,
     linear: Array | None = None,
@@ -116,20 +117,18 @@ class Leaves:
             parameter.requires_grad_(name in self._names)
         for buffer in self.net.buffers():
             buffer.data = cast(buffer.data, dtype)
-        self.moving: list[torch.Tensor] = [self.net.get_parameter(name) for name in self._names]
+        self.moving: list[Tensor] = [self.net.get_parameter(name) for name in self._names]
         self.X, self.y = rows_of(unit, self.net, dtype)
         self._optimizer = optimizer_of(self.moving, settings.learning_rate, settings.momentum) if self.moving else None
 
-    def split(self, values: Array) -> list[torch.Tensor]:
+    def split(self, values: Array) -> list[Tensor]:
         """A flat vector (d,) cut as the moving parameters are."""
         return [
             tensor(np.array(values[self._slices[name]], dtype=float), leaf.dtype, leaf.device).view_as(leaf)
             for name, leaf in zip(self._names, self.moving, strict=True)
         ]
 
-    def descend(
-        self, loss: torch.Tensor, pulls: Pulls = None, others: Sequence[torch.Tensor] = ()
-    ) -> list[torch.Tensor]:
+    def descend(self, loss: Tensor, pulls: Pulls = None, others: Sequence[Tensor] = ()) -> list[Tensor]:
         """One step of the optimizer down the loss, with the gradients `pulls` added; returns those in `others`."""
         slopes = slopes_of(loss, [*self.moving, *others], pulls)
         for leaf, slope in zip(self.moving, slopes, strict=False):
@@ -138,7 +137,7 @@ class Leaves:
             self._optimizer.step()
         return slopes[len(self.moving) :]
 
-    def at(self, places: Places) -> torch.Tensor:
+    def at(self, places: Places) -> Tensor:
         """Weights at these places of the flat vector, differentiable by torch."""
         flat = torch.cat([value.reshape(-1) for value in self.net.parameters()])
         return taken(flat, torch.from_numpy(np.asarray(places, dtype=np.int64)))
@@ -151,7 +150,7 @@ class Leaves:
         return moved
 
 
-def rows_of(unit: NetworkUnit, net: torch.nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_of(unit: NetworkUnit, net: torch.nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """X and y; images with channels last in memory, where the network accepts them: convolutions are faster."""
     X, y = unit.tensor(unit.X, dtype), outcomes(unit, dtype)
     if X.ndim == 4:
@@ -162,13 +161,13 @@ def rows_of(unit: NetworkUnit, net: torch.nn.Module, dtype: torch.dtype) -> tupl
     return X, y
 
 
-def batches(rows: int, settings: Training, rng: np.random.Generator) -> Iterator[torch.Tensor]:
+def batches(rows: int, settings: Training, rng: Rng) -> Iterator[Tensor]:
     """Rows of each step, shuffled anew in each epoch."""
     for _ in range(settings.epochs):
         yield from torch.split(torch.from_numpy(rng.permutation(rows)), settings.batch_size)
 
 
-def _upper_layers(net: torch.nn.Module, X: torch.Tensor) -> tuple[torch.nn.Module, torch.Tensor]:
+def _upper_layers(net: torch.nn.Module, X: Tensor) -> tuple[torch.nn.Module, Tensor]:
     """The layers of a Sequential from the first that moves on, and their inputs: those below are computed once."""
     if type(net) is not torch.nn.Sequential or net._forward_hooks or net._forward_pre_hooks:
         return net, X
@@ -181,17 +180,17 @@ def _upper_layers(net: torch.nn.Module, X: torch.Tensor) -> tuple[torch.nn.Modul
         for few in (X[:1], X[:2]):
             output = below(few)
             # Not where rows are no longer the first axis, or where outputs need more memory than the rows.
-            rows_stay = isinstance(output, torch.Tensor) and output.shape[:1] == few.shape[:1]
+            rows_stay = isinstance(output, Tensor) and output.shape[:1] == few.shape[:1]
             if not rows_stay or output.numel() > few.numel():
                 return net, X
         return torch.nn.Sequential(*layers[count:]), by_parts(below, below, X)
 
 
-Pulls = list[tuple[torch.Tensor, torch.Tensor]] | None
+Pulls = list[tuple[Tensor, Tensor]] | None
 
 
 def pulls_of(
-    cut: Callable[[Array], list[torch.Tensor]],
+    cut: Callable[[Array], list[Tensor]],
     w: Array,
     free: Places,
     prior: tuple[Array, Array] | None,
@@ -210,7 +209,7 @@ def pulls_of(
     return list(zip(cut(slope), cut(constant), strict=True))
 
 
-def slopes_of(loss: torch.Tensor, leaves: Sequence[torch.Tensor], pulls: Pulls = None) -> list[torch.Tensor]:
+def slopes_of(loss: Tensor, leaves: Sequence[Tensor], pulls: Pulls = None) -> list[Tensor]:
     """Gradients of the loss in the leaves, with `pulls` added."""
     slopes = gradients(loss, leaves)
     with torch.no_grad():
@@ -222,7 +221,7 @@ def slopes_of(loss: torch.Tensor, leaves: Sequence[torch.Tensor], pulls: Pulls =
         return [slope.contiguous() for slope in slopes]
 
 
-def optimizer_of(moving: list[torch.Tensor], rate: float, momentum: float | None) -> torch.optim.Optimizer:
+def optimizer_of(moving: list[Tensor], rate: float, momentum: float | None) -> torch.optim.Optimizer:
     """Adam, or gradient steps with momentum."""
     fused = all(value.device.type in _FUSED for value in moving)
     if momentum is None:

@@ -11,6 +11,7 @@ import pytensor.tensor as pt
 import torch
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
+from torch import Tensor
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
@@ -79,11 +80,11 @@ class NetworkUnit:
         """The device of numbers of this type."""
         return functional.placed(self.declared.device, dtype)
 
-    def tensor(self, values: Array, dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, values: Array, dtype: torch.dtype) -> Tensor:
         """Numbers on the network's device: real ones in this type, whole ones unchanged."""
         return functional.tensor(values, dtype, self.place(dtype))
 
-    def state(self, w: Array, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def state(self, w: Array, dtype: torch.dtype) -> dict[str, Tensor]:
         """Parameters, from w (d,), and buffers, on the network's device."""
         return functional.state_of(self.net, self.tensor(np.asarray(w, dtype=float), dtype))
 
@@ -148,7 +149,7 @@ class NetworkUnit:
         return np.asarray(self.declared.inputs(*(values[name] for name in containers))), others
 
 
-def outputs(unit: NetworkUnit, w: Array, X: Array) -> torch.Tensor:
+def outputs(unit: NetworkUnit, w: Array, X: Array) -> Tensor:
     """f(X; w), (n, C), in float64."""
     net, state = unit.net, unit.state(w, torch.float64)
     with torch.no_grad():
@@ -160,7 +161,7 @@ def log_likelihood(unit: NetworkUnit, w: Array) -> float:
     return unit.likelihood.log_density(outputs(unit, w, unit.X), outcomes(unit, torch.float64))
 
 
-def outcomes(unit: NetworkUnit, dtype: torch.dtype) -> torch.Tensor:
+def outcomes(unit: NetworkUnit, dtype: torch.dtype) -> Tensor:
     """The client's outcomes in the form that its likelihood needs."""
     return unit.likelihood.outcomes(unit.y, dtype, unit.place(dtype))
 
@@ -183,9 +184,9 @@ class LocalPrior(NamedTuple):
         normal = float(np.sum((0.5 * log_precision - 0.5 * self.precision * (theta - self.mean) ** 2)[is_normal]))
         return normal if self.others is None else normal + float(self.others(theta)[0])
 
-    def penalty(self, theta: torch.Tensor) -> torch.Tensor:
+    def penalty(self, theta: Tensor) -> Tensor:
         """Minus the log density of priors that are not normal, differentiable by torch."""
-        density: torch.Tensor = functional.Computed.apply(theta, self.others)  # type: ignore[no-untyped-call]
+        density: Tensor = functional.Computed.apply(theta, self.others)  # type: ignore[no-untyped-call]
         return -density
 
 

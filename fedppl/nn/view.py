@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.random import Generator
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
+from torch import Tensor
 
 from fedppl.contracts import ClientView
 from fedppl.model import graph as _graph
@@ -33,7 +33,7 @@ from fedppl.nn.functional import (
 from fedppl.nn.likelihood import CONTRACT, Categorical, Declared, outcome_of
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.unit import DeclaredNetwork, NetworkUnit, local_prior, log_likelihood, outputs
-from fedppl.types import Array, DataError, DeclarationError, Message
+from fedppl.types import Array, DataError, DeclarationError, Message, Rng
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def own_of(client: ClientView, q: Subnetwork) -> Own:
 
 
 # A client's own network when the rounds are over, from its personal state and the final message.
-PersonaliseFn = Callable[[ClientView, P | None, Message, Generator], Own]
+PersonaliseFn = Callable[[ClientView, P | None, Message, Rng], Own]
 
 
 class NetworkResult(NamedTuple):
@@ -210,7 +210,7 @@ def _with_unknowns(net: torch.nn.Module, starts: Mapping[str, Array], who: str) 
     return extended
 
 
-def _beside(names: tuple[str, ...], module: torch.nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+def _beside(names: tuple[str, ...], module: torch.nn.Module, given: Any, output: Tensor) -> Tensor:
     """Outputs of each row, and the unknowns of these names after them."""
     rows = output.reshape(len(output), -1)
     values = torch.cat([getattr(module, name).reshape(-1) for name in names])
@@ -325,10 +325,10 @@ def _require_same_again(unit: NetworkUnit) -> None:
     """Refuse a network that draws at random, keeps a state between calls, or overwrites its inputs."""
     net, state = unit.net, unit.state(_near_start(unit), torch.float64)  # once: calls may change the state's buffers
 
-    def rows() -> torch.Tensor:
+    def rows() -> Tensor:
         return unit.tensor(unit.X[:_TRIED].copy(), torch.float64)
 
-    def output(X: torch.Tensor) -> Array:
+    def output(X: Tensor) -> Array:
         with torch.no_grad():
             return host(call(net, state, X)).copy()
 

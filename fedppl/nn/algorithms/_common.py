@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.random import Generator
+from torch import Tensor
 
 from fedppl import contracts
 from fedppl.algorithms.averaging.fedavg import KeptLocal, average, fitting_local, not_counted, root_mean_square_change
@@ -24,7 +24,7 @@ from fedppl.nn.train import GROWTH, Training, train
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import NetworkResult, Own, PersonaliseFn, network_of
 from fedppl.settings import between, positive, whole
-from fedppl.types import Array, DeclarationError, Layout, Message
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S")
@@ -154,7 +154,7 @@ def batch_of(updates: BatchFn[P], unreported: BatchFn[P] | None = None) -> contr
         assert update is not None
         return update
 
-    def unreported_alone(client: ClientView, personal: P | None, message: Message, rng: Generator) -> Any:
+    def unreported_alone(client: ClientView, personal: P | None, message: Message, rng: Rng) -> Any:
         assert unreported is not None
         update = alone(unreported, client, personal, message, rng)
         return update.personal, update.info
@@ -181,13 +181,13 @@ def open_rows(client: Any, phi: Array) -> list[Array]:
 
 
 def _open_rows_of(unit: NetworkUnit, w: Array, X: Array, rng: torch.Generator) -> list[Array]:
-    outputs: list[tuple[torch.nn.Module, torch.Tensor]] = []
-    inputs: list[torch.Tensor] = []
+    outputs: list[tuple[torch.nn.Module, Tensor]] = []
+    inputs: list[Tensor] = []
 
     net, state = unit.net, unit.state(w, torch.float64)
     layers = {name: layer for name, layer in net.named_modules() if list(layer.parameters(recurse=False))}
 
-    def keep(name: str, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    def keep(name: str, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
         outputs.append((layers[name], output))
         if isinstance(layers[name], torch.nn.Linear):
             inputs.append(given[0].detach())
@@ -207,7 +207,7 @@ def _open_rows_of(unit: NetworkUnit, w: Array, X: Array, rng: torch.Generator) -
     return [np.asarray(host(part)) for part in columns]
 
 
-def _by_unit(module: torch.nn.Module, slope: torch.Tensor) -> torch.Tensor:
+def _by_unit(module: torch.nn.Module, slope: Tensor) -> Tensor:
     """Slopes of a layer's units in each row, (n, units), or their size over places in an image or a sequence."""
     if slope.ndim == 2:
         return slope
@@ -304,9 +304,7 @@ def network_result(
 ) -> Result[S, P]:
     """How to read the server's state: draws at a client are of its own network; `others` as in `Result`."""
 
-    def draw(
-        client: ClientView, personal: P | None, message: Message, draws: int, chains: int, rng: Generator
-    ) -> Draws:
+    def draw(client: ClientView, personal: P | None, message: Message, draws: int, chains: int, rng: Rng) -> Draws:
         size, count = client.shared_size + client.local_size, draws * chains
         if count * size > _MOST:
             gigabytes = count * size * 8 / 1e9
@@ -325,13 +323,7 @@ def network_result(
 
 
 def tuned(
-    client: ClientView,
-    personal: KeptLocal,
-    message: Message,
-    rng: Generator,
-    *,
-    tuning: Tuning,
-    rate: str = "tune_rate",
+    client: ClientView, personal: KeptLocal, message: Message, rng: Rng, *, tuning: Tuning, rate: str = "tune_rate"
 ) -> Own:
     """One client's network: the shared weights, its own, fine-tuned by the setting named `rate`.
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import (
@@ -28,7 +27,7 @@ from fedppl.nn.train import Training, train
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import Own, network_of
 from fedppl.settings import between, described, shown
-from fedppl.types import Array, DeclarationError, Layout, Message
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng
 
 
 class AveragedState(NamedTuple):
@@ -145,7 +144,7 @@ def FedAvg(
     )
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> AveragedState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> AveragedState:
     phi = gaussian.mean(layout.prior)
     return AveragedState(phi, _common.OverRounds(phi, 0.0))
 
@@ -292,13 +291,13 @@ def SCAFFOLD(
     )
 
 
-def _scaffold_init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> ScaffoldState:
+def _scaffold_init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> ScaffoldState:
     where = {client_id: k for k, client_id in enumerate(clients)}
     return ScaffoldState(gaussian.mean(layout.prior), where, no_controls(len(clients), layout.size))
 
 
 def _scaffold_update_client(
-    client: ClientView, personal: None, message: Message, rng: Generator, *, training: Training, weights: str
+    client: ClientView, personal: None, message: Message, rng: Rng, *, training: Training, weights: str
 ) -> ClientUpdate[None]:
     unit = client.view(network_of)
     added = unit.weights(message["correction"])

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numpy.random import Generator
 
 from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging.fedavg import not_counted, weight_of, weighted, weights_rule
@@ -20,7 +19,7 @@ from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.train import GROWTH, Training, loss_at, train
 from fedppl.nn.view import Own, PersonaliseFn, network_of, own_of
 from fedppl.settings import between, described, positive, whole
-from fedppl.types import Array, DeclarationError, Layout, Message
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng
 
 P = TypeVar("P")
 
@@ -64,7 +63,7 @@ def PerFedAvg(
     inner, rule = positive("inner_rate", inner_rate), weights_rule(weights)
     tuning = _common.tuning_rule("all", inner, tune_epochs, batch_size, momentum=0.0)
 
-    def update_client(client: ClientView, personal: None, message: Message, rng: Generator) -> ClientUpdate[None]:
+    def update_client(client: ClientView, personal: None, message: Message, rng: Rng) -> ClientUpdate[None]:
         unit = client.view(network_of)
         w = meta_steps(unit, unit.weights(message["mean"]), training, inner, rng)
         return ClientUpdate(None, weighted(w[unit.shared_at], weight_of(client, rule)))
@@ -147,13 +146,13 @@ def PFedMe(
     inner = positive("inner_rate", inner_rate), whole("inner_steps", inner_steps)
     settings = described({"training": training, "lam": lam, "inner": inner, "weights": weights_rule(weights)})
 
-    def steps(client: ClientView, message: Message, rng: Generator) -> tuple[Array, Array]:
+    def steps(client: ClientView, message: Message, rng: Rng) -> tuple[Array, Array]:
         """w_k and θ_k, in torch's order."""
         unit = client.view(network_of)
         return moreau_steps(unit, unit.weights(message["mean"]), training, lam, inner, rng)
 
     def update_client(
-        client: ClientView, personal: MoreauClientState | None, message: Message, rng: Generator
+        client: ClientView, personal: MoreauClientState | None, message: Message, rng: Rng
     ) -> ClientUpdate[MoreauClientState]:
         w, theta = steps(client, message, rng)
         shared = client.view(network_of).shared_at
@@ -244,7 +243,7 @@ def IFCA(
     )
 
 
-def _ifca_init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, clusters: int, spread: float) -> IFCAState:
+def _ifca_init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, clusters: int, spread: float) -> IFCAState:
     start = gaussian.mean(layout.prior)
     others = start + spread * rng.normal(size=(clusters - 1, len(start)))
     return IFCAState(np.vstack([start[None], others]))
@@ -263,7 +262,7 @@ def _ifca_best(client: ClientView, message: Message) -> tuple[int, Array]:
 
 
 def _ifca_update_client(
-    client: ClientView, personal: None, message: Message, rng: Generator, *, training: Training, weights: str
+    client: ClientView, personal: None, message: Message, rng: Rng, *, training: Training, weights: str
 ) -> ClientUpdate[None]:
     unit, (chosen, w) = client.view(network_of), _ifca_best(client, message)
     w = train(unit, w, np.arange(unit.size), training, rng)
@@ -422,14 +421,14 @@ def _algorithm(
     posteriors = functools.partial(_posteriors, settings=settings, continual=continual)
 
     def update_client(
-        client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator
+        client: ClientView, personal: NormalClientState | None, message: Message, rng: Rng
     ) -> ClientUpdate[NormalClientState]:
         _, (mean, sd), kept = posteriors(client, personal, message, rng)
         weight, shared = weight_of(client, settings.weights), client.view(network_of).shared_at
         reply = {"mean": weight * mean[shared], "sd": weight * sd[shared], "weight": np.array(weight)}
         return ClientUpdate(kept, reply, {"blank": 1.0} if personal is None and len(kept.mean) else {})
 
-    def personalise(client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator) -> Own:
+    def personalise(client: ClientView, personal: NormalClientState | None, message: Message, rng: Rng) -> Own:
         mean, sd = posteriors(client, personal, message, rng)[0]
         return own_of(client, Subnetwork(mean, np.arange(len(mean)), sd**2))
 
@@ -469,7 +468,7 @@ def _normal_checked(
     )
 
 
-def _normal_init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, spread: float) -> PosteriorState:
+def _normal_init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, spread: float) -> PosteriorState:
     mean = gaussian.mean(layout.prior)
     return PosteriorState(mean, np.full(len(mean), spread))
 
@@ -482,7 +481,7 @@ def _posteriors(
     client: ClientView,
     personal: NormalClientState | None,
     message: Message,
-    rng: Generator,
+    rng: Rng,
     *,
     settings: _Normals,
     continual: bool,

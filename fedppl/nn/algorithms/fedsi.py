@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import not_counted
@@ -22,7 +21,7 @@ from fedppl.nn.train import Training
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import network_of, own_of
 from fedppl.settings import between, described, flag, one_of, positive
-from fedppl.types import Array, Layout, LocalFailure, Message
+from fedppl.types import Array, Layout, LocalFailure, Message, Rng
 
 _FEW = 30  # weights: the message says where a posterior has fewer
 _LEAST = 1e-30  # variance or sd of a weight that is no point, whose inverse is finite in single precision
@@ -190,7 +189,7 @@ def _count(settings: _Settings, size: int) -> int:
     return max(1, round(settings.ratio * size))
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> SubnetworkState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> SubnetworkState:
     prior = layout.prior
     variance = 1.0 / prior.precision if prior.precision.ndim == 1 else np.diag(gaussian.covariance(prior))
     mean = gaussian.mean(prior)
@@ -283,7 +282,7 @@ def _final_message(state: SubnetworkState, client_id: str, *, settings: _Setting
 
 
 def _inferred(
-    client: ClientView, message: Message, rng: Generator, *, settings: _Settings, tuning: _common.Tuning
+    client: ClientView, message: Message, rng: Rng, *, settings: _Settings, tuning: _common.Tuning
 ) -> Subnetwork:
     """A client's posterior when the rounds are over."""
     w, unit = _common.tuned(client, None, message, rng, tuning=tuning).weights, client.view(network_of)

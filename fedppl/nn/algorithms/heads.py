@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import not_counted
@@ -24,7 +23,7 @@ from fedppl.nn.train import Leaves, Training, batches, loss_at, require_bounded,
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import Own, network_of, own_of
 from fedppl.settings import between, described, flag, positive, whole
-from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message
+from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng
 
 _SURE = 1e30  # largest confidence of a reply: more, and sums over clients overflow
 
@@ -173,7 +172,7 @@ def _head_rule(rate: float, steps: int, draws: int, momentum: float | None) -> H
     return HeadSteps(positive("head_rate", rate), whole("head_steps", steps), whole("draws", draws), momentum)
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, settings: _Settings) -> ConfidenceState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, settings: _Settings) -> ConfidenceState:
     head, phi = head_in(layout, settings.head), gaussian.mean(layout.prior)
     where = {client_id: k for k, client_id in enumerate(clients)}
     ledger = np.zeros((len(clients) if settings.remember else 0, len(head) + 1))
@@ -278,7 +277,7 @@ def _reject(state: ConfidenceState, reply: Message) -> str | None:
 
 
 def _own(
-    client: ClientView, personal: HeadClientState | None, message: Message, rng: Generator, *, settings: _Settings
+    client: ClientView, personal: HeadClientState | None, message: Message, rng: Rng, *, settings: _Settings
 ) -> Own:
     """One more round for the client alone: q_j around the final w, and trained layers below it."""
     sent, (q,), (w,), _ = _trained([Part(client, personal, message, rng)], settings)
@@ -455,7 +454,7 @@ def _chain_moved(part: Part[ChainClientState], settings: _Chains, *, below: bool
 
 
 def _fedpop_update_client(
-    client: ClientView, personal: ChainClientState | None, message: Message, rng: Generator, *, settings: _Chains
+    client: ClientView, personal: ChainClientState | None, message: Message, rng: Rng, *, settings: _Chains
 ) -> ClientUpdate[ChainClientState]:
     sent, w, chain = _chain_moved(Part(client, personal, message, rng), settings, below=True)
     reply, head = parted(sent.units[0], sent.head, w)
@@ -480,7 +479,7 @@ def _fedpop_reject(state: FedPopState, reply: Message) -> str | None:
 
 
 def _fedpop_own(
-    client: ClientView, personal: ChainClientState | None, message: Message, rng: Generator, *, settings: _Chains
+    client: ClientView, personal: ChainClientState | None, message: Message, rng: Rng, *, settings: _Chains
 ) -> Own:
     longer = settings._replace(training=settings.training._replace(epochs=settings.draw_epochs))
     sent, w, chain = _chain_moved(Part(client, personal, message, rng), longer)
@@ -506,7 +505,7 @@ def langevin_steps(
     prior: tuple[Array, float],
     settings: Training,
     head_rate: float,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     below: bool,
     dtype: torch.dtype = torch.float32,
