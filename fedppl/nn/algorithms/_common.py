@@ -50,11 +50,12 @@ def training_rule(
     )
 
 
-def names_in(value: Any) -> tuple[str, ...] | None:
-    """Torch's names of parameters; None for a value that is no sequence of different names."""
-    if not isinstance(value, tuple | list) or not value or not all(isinstance(name, str) for name in value):
-        return None
-    return tuple(value) if len(set(value)) == len(value) else None
+def names_rule(names: Any, refusal: str) -> tuple[str, ...]:
+    """Torch's names of parameters, each once; other values are refused."""
+    listed = isinstance(names, tuple | list) and names and all(isinstance(name, str) for name in names)
+    if not listed or len(set(names)) < len(names):
+        raise DeclarationError(refusal)
+    return tuple(names)
 
 
 def tuning_rule(tune: Any, rate: float, epochs: int, batch_size: int, *, momentum: float | None = None) -> Tuning:
@@ -62,12 +63,8 @@ def tuning_rule(tune: Any, rate: float, epochs: int, batch_size: int, *, momentu
     training = training_rule(rate, epochs, batch_size, momentum=momentum, prefix="tune_")
     if tune is None or (isinstance(tune, str) and tune in ("local", "all")):
         return Tuning(tune, training)
-    names = names_in(tune)
-    if names is None:
-        raise DeclarationError(
-            f'tune={tune!r} must be "local", "all", a tuple of torch\'s names, each once, or None for none.'
-        )
-    return Tuning(names, training)
+    refusal = f'tune={tune!r} must be "local", "all", a tuple of torch\'s names, each once, or None for none.'
+    return Tuning(names_rule(tune, refusal), training)
 
 
 def check_network(client: ClientView, algorithm: str, *trained: str | tuple[str, ...] | None) -> None:

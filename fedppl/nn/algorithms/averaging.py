@@ -164,18 +164,16 @@ def _check(client: ClientView, *, settings: _Settings) -> None:
 
 def _phases_rule(phases: Any) -> list[tuple[str | tuple[str, ...], int]]:
     """Check the keyword `phases` but for the epochs, which are a rule of training."""
+    refusal = (
+        f'phases={shown(phases)} must be pairs of weights ("shared", "local", "all" or a tuple of torch\'s names, '
+        'each once) and epochs, for example (("all", 10),).'
+    )
     pairs = phases if isinstance(phases, tuple | list) else ()
-    checked = [
-        (phase[0] if isinstance(phase[0], str) else _common.names_in(phase[0]), phase[1])
-        for phase in pairs
-        if isinstance(phase, tuple | list) and len(phase) == 2
+    if not pairs or not all(isinstance(phase, tuple | list) and len(phase) == 2 for phase in pairs):
+        raise DeclarationError(refusal)
+    return [
+        (names if isinstance(names, str) else _common.names_rule(names, refusal), epochs) for names, epochs in pairs
     ]
-    if not pairs or len(checked) < len(pairs) or any(names is None for names, _ in checked):
-        raise DeclarationError(
-            f'phases={shown(phases)} must be pairs of weights ("shared", "local", "all" or a tuple of torch\'s names, '
-            'each once) and epochs, for example (("all", 10),).'
-        )
-    return [(names, epochs) for names, epochs in checked if names is not None]
 
 
 def _updates(

@@ -23,7 +23,7 @@ from fedppl.nn.train import Leaves, Training, batches, loss_at, require_bounded,
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import Own, network_of, own_of
 from fedppl.settings import between, described, flag, positive, whole
-from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng
+from fedppl.types import Array, Layout, LocalFailure, Message, Rng
 
 _SURE = 1e30  # largest confidence of a reply: more, and sums over clients overflow
 
@@ -298,12 +298,8 @@ class Sent(NamedTuple):
 
 def head_rule(head: Any) -> tuple[str, ...]:
     """Check the keyword `head`."""
-    names = _common.names_in(head)
-    if names is None:
-        raise DeclarationError(
-            f'head={head!r} must be a tuple of torch\'s names, each once, such as ("2.weight", "2.bias").'
-        )
-    return names
+    refusal = f'head={head!r} must be a tuple of torch\'s names, each once, such as ("2.weight", "2.bias").'
+    return _common.names_rule(head, refusal)
 
 
 def head_in(layout: Layout, head: tuple[str, ...]) -> Places:
