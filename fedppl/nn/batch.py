@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedppl.contracts import ClientView
 from fedppl.nn import functional
@@ -30,29 +30,19 @@ _WEIGHTS = 24e6  # bytes of weights, moments and slopes in a batch, which a cach
 _ROWS = 128e6  # bytes of rows in a batch, and of the widest layer's outputs
 _BYTES = 4  # of a number in float32
 # Elementwise layers, for which rows of many clients are like those of one.
-_ELEMENTWISE = (
-    torch.nn.Identity,
-    torch.nn.ReLU,
-    torch.nn.Tanh,
-    torch.nn.Sigmoid,
-    torch.nn.GELU,
-    torch.nn.SiLU,
-    torch.nn.ELU,
-    torch.nn.LeakyReLU,
-    torch.nn.Softplus,
-)
+_ELEMENTWISE = (nn.Identity, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus)
 # Parameters and buffers of all clients (K, ...) by torch's names, and inputs (K, b, ...), to outputs (K, b, C).
 Forward = Callable[[dict[str, Tensor], Tensor], Tensor]
 
 _lock = threading.Lock()
-_agreement: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+_agreement: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 class Stack(NamedTuple):
     """Rows of clients with one network."""
 
     units: tuple[NetworkUnit, ...]  # from the one with most rows to the one with fewest
-    net: torch.nn.Module  # of this thread
+    net: nn.Module  # of this thread
     X: Tensor  # rows of all, one client after the other, (N, ...)
     y: Tensor
     rows: NDArray[np.int64]  # numbers of rows, (K,)
@@ -105,7 +95,7 @@ def _can_batch(unit: NetworkUnit) -> bool:
 
 def _agrees(unit: NetworkUnit) -> bool:
     """Try two clients' weights on two rows each. Convolutions are excluded: a batch of them takes 1.5 times as long."""
-    if any(isinstance(layer, torch.nn.modules.conv._ConvNd) for layer in unit.net.modules()):
+    if any(isinstance(layer, nn.modules.conv._ConvNd) for layer in unit.net.modules()):
         return False
     X = unit.tensor(unit.X[[0, min(1, len(unit.X) - 1)]], torch.float64)
     initial = unit.tensor(unit.initial, torch.float64)
@@ -129,7 +119,7 @@ def _agrees(unit: NetworkUnit) -> bool:
     return inputs_stayed and output.shape == expected.shape and torch.allclose(output, expected, rtol=1e-9, atol=1e-9)
 
 
-def forward(net: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> Forward:
+def forward(net: nn.Module, dtype: torch.dtype, device: torch.device) -> Forward:
     """The network for stacked weights: by layers where all are linear or elementwise, else by `torch.func.vmap`."""
     layers = _layers(net, "")
     if layers is None:
@@ -138,29 +128,29 @@ def forward(net: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> F
 
     def through(state: dict[str, Tensor], X: Tensor) -> Tensor:
         for name, layer in layers:
-            if isinstance(layer, torch.nn.Linear):
+            if isinstance(layer, nn.Linear):
                 weight, bias = state[f"{name}weight"], state.get(f"{name}bias")  # (K, o, i), (K, o)
                 X = torch.bmm(X, weight.mT) if bias is None else torch.baddbmm(bias[:, None], X, weight.mT)
             else:
-                X = X.flatten(2) if isinstance(layer, torch.nn.Flatten) else layer(X)
+                X = X.flatten(2) if isinstance(layer, nn.Flatten) else layer(X)
         return X
 
     return through
 
 
-def _layers(net: torch.nn.Module, name: str) -> list[tuple[str, torch.nn.Module]] | None:
+def _layers(net: nn.Module, name: str) -> list[tuple[str, nn.Module]] | None:
     """Layers in order with the prefix of their parameters' names; None where the network is more than these."""
     if net._forward_hooks or net._forward_pre_hooks:
         return None
-    if type(net) is torch.nn.Sequential:
+    if type(net) is nn.Sequential:
         parts = [_layers(layer, f"{name}{key}.") for key, layer in net._modules.items() if layer is not None]
         if any(part is None for part in parts):
             return None
         layers = [layer for part in parts if part is not None for layer in part]
-        linear = [id(layer) for _, layer in layers if isinstance(layer, torch.nn.Linear)]
+        linear = [id(layer) for _, layer in layers if isinstance(layer, nn.Linear)]
         return layers if len(set(linear)) == len(linear) else None  # a layer that is used twice has one name
-    flat = type(net) is torch.nn.Flatten and (net.start_dim, net.end_dim) == (1, -1)
-    return [(name, net)] if flat or type(net) in (torch.nn.Linear, *_ELEMENTWISE) else None
+    flat = type(net) is nn.Flatten and (net.start_dim, net.end_dim) == (1, -1)
+    return [(name, net)] if flat or type(net) in (nn.Linear, *_ELEMENTWISE) else None
 
 
 # Training of all weights ----------------------------------------------------------------------------------------------
@@ -188,14 +178,12 @@ class Weights:
     """
 
     def __init__(
-        self, net: torch.nn.Module, W: Array, moving: Sequence[str], dtype: torch.dtype, place: torch.device
+        self, net: nn.Module, W: Array, moving: Sequence[str], dtype: torch.dtype, place: torch.device
     ) -> None:
         self._slices, self._device = functional.parameter_slices(net), place
         self._shapes = {name: value.shape for name, value in net.named_parameters()}
         self._transposed = {
-            f"{name}.weight" if name else "weight"
-            for name, layer in net.named_modules()
-            if type(layer) is torch.nn.Linear
+            f"{name}.weight" if name else "weight" for name, layer in net.named_modules() if type(layer) is nn.Linear
         }
         values = {name: self._cut(W, name, dtype) for name in self._slices}
         self.moving = {name: values.pop(name) for name in moving}
@@ -352,7 +340,7 @@ def heads_rows(units: Sequence[NetworkUnit], head: Head, W: Array) -> tuple[Tens
     body = without_head(copy.deepcopy(units[0].net), head)
     parts = [features(unit, head, w, body=body) for unit, w in zip(units, W, strict=True)]
     outcomes_of = [outcomes(unit, torch.float32) for unit in units]
-    z, y = (torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (parts, outcomes_of))
+    z, y = (nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (parts, outcomes_of))
     return z, y, np.array([len(rows) for rows in parts])
 
 

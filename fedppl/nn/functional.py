@@ -21,19 +21,19 @@ import torch
 from numpy.typing import NDArray
 from pytensor.graph.basic import equal_computations
 from pytensor.graph.traversal import ancestors
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedppl.types import Array, DeclarationError, Rng
 
 Places = NDArray[np.integer[Any]]  # positions in a flat vector of weights
-_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # Inputs, or units of the widest layer, that are computed at once. With twice as many, the outputs of two convolutions
 # on small images in double precision exceed the cache, and a row takes 2.5 times as long.
 _NUMBERS = 2**17
 
 
 _thread = threading.local()
-_copies: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, torch.nn.Module]] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[nn.Module, tuple[str, nn.Module]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -43,12 +43,12 @@ def cut(flat: Any, shapes: Mapping[Any, tuple[int, ...]]) -> dict[Any, Any]:
     return {key: flat[ends[i] : ends[i + 1]].reshape(shape) for i, (key, shape) in enumerate(shapes.items())}
 
 
-def pieces(net: torch.nn.Module, flat: Tensor) -> dict[str, Tensor]:
+def pieces(net: nn.Module, flat: Tensor) -> dict[str, Tensor]:
     """Cut a flat vector into the network's parameters, views of it."""
     return cut(flat, {name: value.shape for name, value in net.named_parameters()})
 
 
-def parameter_slices(net: torch.nn.Module) -> dict[str, slice]:
+def parameter_slices(net: nn.Module) -> dict[str, slice]:
     """Where each parameter lies in the flat vector."""
     slices, start = {}, 0
     for name, value in net.named_parameters():
@@ -57,7 +57,7 @@ def parameter_slices(net: torch.nn.Module) -> dict[str, slice]:
     return slices
 
 
-def positions(net: torch.nn.Module, names: Iterable[str]) -> Places:
+def positions(net: nn.Module, names: Iterable[str]) -> Places:
     """Where the parameters of these names, in their order, lie in the flat vector."""
     slices = parameter_slices(net)
     return np.concatenate([np.zeros(0, dtype=np.int64), *(np.r_[slices[name]] for name in names)])
@@ -68,14 +68,14 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def initial_of(net: torch.nn.Module) -> Array:
+def initial_of(net: nn.Module) -> Array:
     """The values of a network's parameters, (d,)."""
     return np.concatenate([host(value).ravel() for value in net.parameters()])
 
 
 def require_module(net: Any) -> None:
     """Refuse an object that is no network."""
-    if not isinstance(net, torch.nn.Module):
+    if not isinstance(net, nn.Module):
         raise DeclarationError(f"the network is {type(net).__name__}; pass a torch.nn.Module.")
 
 
@@ -90,7 +90,7 @@ def require_pure(net: Any) -> None:
         raise DeclarationError(f"parameters {unreal} are no real numbers; use real layers.")
     for name, layer in net.named_modules():
         kind = type(layer).__name__
-        random = isinstance(layer, torch.nn.modules.dropout._DropoutNd) and layer.p > 0
+        random = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
         if layer.training and (random or next(layer.buffers(recurse=False), None) is not None):
             what = "draws at random" if random else "changes its buffers"
             raise DeclarationError(f"layer {name or kind!r} ({kind}) {what} in training mode; call net.eval() first.")
@@ -98,7 +98,7 @@ def require_pure(net: Any) -> None:
             raise DeclarationError(f"layer {name or kind!r} ({kind}) has sparse=True; make it with sparse=False.")
 
 
-def copy_of(net: torch.nn.Module) -> torch.nn.Module:
+def copy_of(net: nn.Module) -> nn.Module:
     """A copy of a network, which its owner may change: the same until its layers, attributes or buffers do.
 
     The values of parameters do not enter what is computed, and are those of the first copy.
@@ -117,7 +117,7 @@ def copy_of(net: torch.nn.Module) -> torch.nn.Module:
         return cached[1]
 
 
-def _digest_of(net: torch.nn.Module) -> str:
+def _digest_of(net: nn.Module) -> str:
     """A digest of a module's state without the values of its parameters."""
     digest = hashlib.sha256()
     for name, layer in net.named_modules(remove_duplicate=False):
@@ -134,7 +134,7 @@ def _key(value: Any, above: frozenset[int]) -> Any:
     identity = type(value).__qualname__, id(value)
     if isinstance(value, int | float | complex | str | bytes | None):
         return repr(value)
-    if isinstance(value, torch.nn.Module | type | ModuleType | FunctionType | MethodType) or id(value) in above:
+    if isinstance(value, nn.Module | type | ModuleType | FunctionType | MethodType) or id(value) in above:
         return identity
     if isinstance(value, Tensor):
         try:
@@ -155,9 +155,9 @@ def _key(value: Any, above: frozenset[int]) -> Any:
     return (*identity, _key(vars(value), above)) if hasattr(value, "__dict__") else identity
 
 
-def own_copy(net: torch.nn.Module) -> torch.nn.Module:
+def own_copy(net: nn.Module) -> nn.Module:
     """A copy for this thread, with the network's buffers: torch swaps parameters in place while it evaluates others."""
-    copies: weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module]
+    copies: weakref.WeakKeyDictionary[nn.Module, nn.Module]
     copies = vars(_thread).setdefault("copies", weakref.WeakKeyDictionary())
     if (copied := copies.get(net)) is None:
         copied = copies[net] = copy.deepcopy(net)
@@ -167,22 +167,22 @@ def own_copy(net: torch.nn.Module) -> torch.nn.Module:
     return copied
 
 
-def size_of(net: torch.nn.Module) -> int:
+def size_of(net: nn.Module) -> int:
     """Number of weights, d."""
     return sum(value.numel() for value in net.parameters())
 
 
-def state_of(net: torch.nn.Module, flat: Tensor) -> dict[str, Tensor]:
+def state_of(net: nn.Module, flat: Tensor) -> dict[str, Tensor]:
     """Parameters and buffers by name, in the flat vector's type and where it is."""
     return pieces(net, flat) | buffers_of(net, flat.dtype, flat.device)
 
 
-def buffers_of(net: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def buffers_of(net: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Buffers by name, real ones in this type, on this device."""
     return {name: moved(value, dtype, device) for name, value in net.named_buffers()}
 
 
-def call(net: torch.nn.Module, state: dict[str, Tensor], X: Tensor) -> Tensor:
+def call(net: nn.Module, state: dict[str, Tensor], X: Tensor) -> Tensor:
     """The output for these parameters and buffers, one tensor."""
     # Torch ties weights by all of their names. A layer that is used twice has two names, and after the call it would
     # hold plain tensors as parameters: here each layer gets its own once.
@@ -206,7 +206,7 @@ def gradients(
     return torch.autograd.grad(loss, leaves, pull, retain_graph=keep, materialize_grads=True)
 
 
-def parts_of(net: torch.nn.Module, shape: Sequence[int]) -> list[slice]:
+def parts_of(net: nn.Module, shape: Sequence[int]) -> list[slice]:
     """Rows of inputs of this shape (n, ...) that are computed at once, so that memory does not grow with all rows."""
     rows, *row = shape
     layers = (layer for layer in net.modules() if not isinstance(layer, _EMBEDDINGS))
@@ -216,14 +216,14 @@ def parts_of(net: torch.nn.Module, shape: Sequence[int]) -> list[slice]:
     return [slice(start, start + size) for start in range(0, max(rows, 1), size)]
 
 
-def by_parts(net: torch.nn.Module, compute: Callable[[Any], Tensor], X: Any) -> Tensor:
+def by_parts(net: nn.Module, compute: Callable[[Any], Tensor], X: Any) -> Tensor:
     """A function of rows at all of them, computed for some at a time."""
     parts = parts_of(net, X.shape)
     return compute(X) if len(parts) == 1 else torch.cat([compute(X[rows]) for rows in parts])
 
 
 @contextlib.contextmanager
-def hooked(layers: Mapping[str, torch.nn.Module], keep: Callable[[str, Any, Tensor], Any]) -> Iterator[None]:
+def hooked(layers: Mapping[str, nn.Module], keep: Callable[[str, Any, Tensor], Any]) -> Iterator[None]:
     """Call `keep` with name, inputs and output of each of these layers; what it returns replaces the output."""
     with contextlib.ExitStack() as hooks:
         for name, layer in layers.items():
@@ -260,7 +260,7 @@ CPU = torch.device("cpu")
 _WITHOUT_FLOAT64 = ("mps",)
 
 
-def device_for(net: torch.nn.Module, device: Any) -> torch.device:
+def device_for(net: nn.Module, device: Any) -> torch.device:
     """The given device, or else the network's; refused are others, missing ones, and a network on several."""
     subject = f"device={str(device)!r}"
     if device is None:

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedppl.nn.functional import Places, by_parts, call, reason
 from fedppl.nn.likelihood import Likelihood
@@ -43,7 +43,7 @@ def head_of(unit: NetworkUnit, names: tuple[str, ...]) -> Head:
     places, owners = unit.places(names), {name.rpartition(".")[0] for name in names}
     layer = next(iter(owners))
     module = unit.net.get_submodule(layer) if len(owners) == 1 else None
-    if not isinstance(module, torch.nn.Linear) or len(names) != len(list(module.parameters())):
+    if not isinstance(module, nn.Linear) or len(names) != len(list(module.parameters())):
         raise DeclarationError(
             f"head={names!r} must be all parameters of one torch.nn.Linear; the network has {list(unit.names)}."
         )
@@ -67,12 +67,12 @@ def head_of(unit: NetworkUnit, names: tuple[str, ...]) -> Head:
     return head
 
 
-def without_head(net: torch.nn.Module, head: Head) -> torch.nn.Module:
+def without_head(net: nn.Module, head: Head) -> nn.Module:
     """Remove the head from this module, which then gives features (n, h)."""
     if not head.layer:
-        return torch.nn.Identity()
+        return nn.Identity()
     above, _, name = head.layer.rpartition(".")
-    setattr(net.get_submodule(above), name, torch.nn.Identity())
+    setattr(net.get_submodule(above), name, nn.Identity())
     return net
 
 
@@ -82,7 +82,7 @@ def features(
     w: Array,
     *,
     X: Array | None = None,
-    body: torch.nn.Module | None = None,
+    body: nn.Module | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The head's inputs (n, h) for the client's rows, or for X, by the network without it, `body`."""

@@ -34,7 +34,7 @@ from pytensor.tensor.random.type import RandomType
 from pytensor.tensor.shape import Reshape, SpecifyShape
 from pytensor.tensor.special import Softmax
 from pytensor.tensor.subtensor import Subtensor
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
@@ -63,11 +63,11 @@ class Categorical:
 
     def mean(self, output: Tensor, y: Tensor) -> Tensor:
         """Mean loss of outputs (n, C) at outcomes (n, ...)."""
-        return torch.nn.functional.cross_entropy(output, y)
+        return nn.functional.cross_entropy(output, y)
 
     def each(self, output: Tensor, y: Tensor) -> Tensor:
         """Losses (n,)."""
-        return torch.nn.functional.cross_entropy(output, y, reduction="none")
+        return nn.functional.cross_entropy(output, y, reduction="none")
 
     # Losses (K, n) of outputs (K, C, n), whose rows come last, at outcomes (K, n, ...).
     each_last = each

@@ -12,14 +12,14 @@ import torch
 from pytensor.gradient import DisconnectedType
 from pytensor.graph.basic import Apply
 from pytensor.graph.op import Op
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedppl.nn import functional
 from fedppl.types import Array, DeclarationError
 
 
 def module(
-    net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = None, device: str | torch.device | None = None
+    net: nn.Module, weights: Any, X: Any, *, ndim: int | None = None, device: str | torch.device | None = None
 ) -> Any:
     r"""Evaluate a network on weights and inputs of a PyMC model, in float64.
 
@@ -93,7 +93,7 @@ def module(
     return ModuleOp(net, ndim, place)(pt.cast(flat, "float64"), inputs)
 
 
-def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0) -> dict[str, Any]:
+def parameters(net: nn.Module, *, sigma: float | Mapping[str, float] = 1.0) -> dict[str, Any]:
     r"""Declare a Gaussian variable for each parameter of a network, centred at its present value.
 
     .. math:: w_i \sim N(w_i^{(0)}, \sigma^2)
@@ -156,7 +156,7 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
     return {name: pm.Normal(name, starts[name], float(scales[name]), shape=starts[name].shape) for name in names}
 
 
-def output_of_two(net: torch.nn.Module, X: Array, device: torch.device) -> Tensor:
+def output_of_two(net: nn.Module, X: Array, device: torch.device) -> Tensor:
     """The output for the first two rows of X, at the values of the network's parameters."""
     place = functional.placed(device, torch.float64)
     flat, rows = (functional.tensor(np.array(v), torch.float64, place) for v in (functional.initial_of(net), X[:2]))
@@ -164,7 +164,7 @@ def output_of_two(net: torch.nn.Module, X: Array, device: torch.device) -> Tenso
         return called(net, flat, rows)
 
 
-def _output_ndim(net: torch.nn.Module, X: Array, device: torch.device) -> int:
+def _output_ndim(net: nn.Module, X: Array, device: torch.device) -> int:
     rows = torch.from_numpy(np.array(X[:2]))
     try:
         output = output_of_two(net, X, device)
@@ -187,13 +187,13 @@ def _output_ndim(net: torch.nn.Module, X: Array, device: torch.device) -> int:
 # Operations of PyTensor that evaluate a network of torch, and its vector-Jacobian product, some rows at a time --------
 
 
-def called(net: torch.nn.Module, flat: Tensor, X: Tensor) -> Tensor:
+def called(net: nn.Module, flat: Tensor, X: Tensor) -> Tensor:
     """The output, by this thread's copy."""
     net = functional.own_copy(net)
     return functional.call(net, functional.state_of(net, flat), X)
 
 
-def _parts(net: torch.nn.Module, flat: Tensor, X: Array, place: torch.device) -> Iterator[Tensor]:
+def _parts(net: nn.Module, flat: Tensor, X: Array, place: torch.device) -> Iterator[Tensor]:
     """Inputs, some rows at a time; all at once where a few of them show that rows depend on each other."""
     parts = functional.parts_of(net, X.shape)
     if len(parts) > 1:
@@ -212,7 +212,7 @@ class ModuleOp(Op):  # type: ignore[misc]
 
     __props__ = ("net", "ndim", "device")
 
-    def __init__(self, net: torch.nn.Module, ndim: int, device: torch.device) -> None:
+    def __init__(self, net: nn.Module, ndim: int, device: torch.device) -> None:
         self.net, self.ndim, self.device = net, ndim, device
 
     def __str__(self) -> str:
@@ -251,7 +251,7 @@ class ModuleGradientOp(Op):  # type: ignore[misc]
 
     __props__ = ("net", "device")
 
-    def __init__(self, net: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, net: nn.Module, device: torch.device) -> None:
         self.net, self.device = net, device
 
     def make_node(self, flat: Any, X: Any, cotangent: Any) -> Apply:

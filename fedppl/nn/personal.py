@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedppl.nn.functional import Places, call, generator_of, gradients, host, parts_of, state_of, taken, tensor
 from fedppl.nn.head import Head, expected_loss, features, head_slopes, without_head
@@ -162,7 +162,7 @@ def bayes_steps(
     optimizers = [optimizer_of(pair, steps.learning_rate, None) for pair in (q, p)]
     started, strength = (_normal(q), _normal(p)), weight / len(X)
     with torch.no_grad():
-        spread, width = (torch.nn.functional.softplus(pair[1]) for pair in (q, p))
+        spread, width = (nn.functional.softplus(pair[1]) for pair in (q, p))
         for batch in batches(len(X), steps, rng):
             rows, labels = taken(X, batch), taken(y, batch)
             of_mean, of_spread = torch.zeros_like(spread), torch.zeros_like(spread)
@@ -175,12 +175,12 @@ def bayes_steps(
             of_mean += inverse * (q[0] - p[0])
             of_spread += inverse * spread - strength / spread
             _step(optimizers[0], q, of_mean, of_spread)
-            spread = torch.nn.functional.softplus(q[1])
+            spread = nn.functional.softplus(q[1])
             if follow:
                 apart = q[0] - p[0]
                 of_width = strength / width - inverse / width * (spread**2 + apart**2)
                 _step(optimizers[1], p, -inverse * apart, of_width)
-                width = torch.nn.functional.softplus(p[1])
+                width = nn.functional.softplus(p[1])
     ended = _normal(q), _normal(p)
     if not all(np.all(np.isfinite(value)) for pair in ended for value in pair):
         raise LocalFailure("a posterior is not finite; lower learning_rate=")
@@ -193,7 +193,7 @@ def bayes_steps(
 
 
 def _normal(pair: list[Tensor]) -> tuple[Array, Array]:
-    return host(pair[0]).copy(), host(torch.nn.functional.softplus(pair[1].detach()))
+    return host(pair[0]).copy(), host(nn.functional.softplus(pair[1].detach()))
 
 
 def _bound(unit: NetworkUnit, both: _Normals, strength: float) -> float:
@@ -262,7 +262,7 @@ def head_posteriors(
     drawn = torch.empty(len(z), steps.draws, mean.shape[1], dtype=dtype)
     with torch.no_grad():
         for _ in range(steps.steps):
-            spread = torch.nn.functional.softplus(raw)
+            spread = nn.functional.softplus(raw)
             for k, source in enumerate(sources):
                 torch.randn(drawn.shape[1:], generator=source, dtype=dtype, out=drawn[k])
             noise = drawn.to(place)
@@ -271,7 +271,7 @@ def head_posteriors(
             by_spread = (slopes * noise).mean(1) + (tau * spread - 1 / spread) / count
             raw.grad = scale * by_spread * torch.sigmoid(raw)  # softplus' slope
             optimizer.step()
-    moments = host(mean), host(torch.nn.functional.softplus(raw))
+    moments = host(mean), host(nn.functional.softplus(raw))
     return *moments, np.all(np.isfinite(moments), axis=(0, 2))
 
 

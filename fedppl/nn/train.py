@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedppl.nn.functional import Places, by_parts, call, cast, gradients, host, parameter_slices, pieces, taken, tensor
 from fedppl.nn.unit import NetworkUnit, outcomes
@@ -150,7 +150,7 @@ class Leaves:
         return moved
 
 
-def rows_of(unit: NetworkUnit, net: torch.nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rows_of(unit: NetworkUnit, net: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """X and y; images with channels last in memory, where the network accepts them: convolutions are faster."""
     X, y = unit.tensor(unit.X, dtype), outcomes(unit, dtype)
     if X.ndim == 4:
@@ -167,13 +167,13 @@ def batches(rows: int, settings: Training, rng: Rng) -> Iterator[Tensor]:
         yield from torch.split(torch.from_numpy(rng.permutation(rows)), settings.batch_size)
 
 
-def _upper_layers(net: torch.nn.Module, X: Tensor) -> tuple[torch.nn.Module, Tensor]:
+def _upper_layers(net: nn.Module, X: Tensor) -> tuple[nn.Module, Tensor]:
     """The layers of a Sequential from the first that moves on, and their inputs: those below are computed once."""
-    if type(net) is not torch.nn.Sequential or net._forward_hooks or net._forward_pre_hooks:
+    if type(net) is not nn.Sequential or net._forward_hooks or net._forward_pre_hooks:
         return net, X
     layers = list(net)
     count = next((i for i, layer in enumerate(layers) if any(v.requires_grad for v in layer.parameters())), 0)
-    below = torch.nn.Sequential(*layers[:count])
+    below = nn.Sequential(*layers[:count])
     if not list(below.parameters()):
         return net, X
     with torch.no_grad():
@@ -183,7 +183,7 @@ def _upper_layers(net: torch.nn.Module, X: Tensor) -> tuple[torch.nn.Module, Ten
             rows_stay = isinstance(output, Tensor) and output.shape[:1] == few.shape[:1]
             if not rows_stay or output.numel() > few.numel():
                 return net, X
-        return torch.nn.Sequential(*layers[count:]), by_parts(below, below, X)
+        return nn.Sequential(*layers[count:]), by_parts(below, below, X)
 
 
 Pulls = list[tuple[Tensor, Tensor]] | None

@@ -11,7 +11,7 @@ import pytensor.tensor as pt
 import torch
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
@@ -26,8 +26,8 @@ from fedppl.types import Array, DataError, DeclarationError, Variable
 class DeclaredNetwork(NamedTuple):
     """A network as a model declares it, the same for all clients of one template."""
 
-    net: torch.nn.Module  # unknowns of the likelihood are parameters of it too
-    plain: torch.nn.Module  # the declared one, without unknowns
+    net: nn.Module  # unknowns of the likelihood are parameters of it too
+    plain: nn.Module  # the declared one, without unknowns
     device: torch.device  # where it is computed
     names: tuple[str, ...]  # torch's, of all parameters, in the order of the flat vector w (d,)
     unknowns: tuple[str, ...]  # those of these names that belong to the likelihood
@@ -72,7 +72,7 @@ class NetworkUnit:
             raise DataError(f"{self.who}: {len(self.y)} outcomes and {len(self.X)} rows of inputs; give one a row.")
 
     @property
-    def net(self) -> torch.nn.Module:
+    def net(self) -> nn.Module:
         """The network, a copy for this thread; parameters and buffers for `call` come from `state`."""
         return functional.own_copy(self.declared.net)
 
@@ -119,7 +119,7 @@ class NetworkUnit:
         chosen = np.isin(np.arange(self.size), places)
         return [name for name, at in functional.parameter_slices(self.declared.net).items() if chosen[at].any()]
 
-    def loaded(self, w: Array) -> torch.nn.Module:
+    def loaded(self, w: Array) -> nn.Module:
         """A copy of the declared network with these weights."""
         net, flat = copy.deepcopy(self.declared.plain), torch.from_numpy(np.asarray(w)).to(torch.get_default_dtype())
         values = functional.pieces(self.declared.net, flat)

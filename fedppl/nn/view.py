@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedppl.contracts import ClientView
 from fedppl.model import graph as _graph
@@ -196,7 +196,7 @@ def _require_near(unit: NetworkUnit, what: str, declared: float, ours: float, ro
         )
 
 
-def _with_unknowns(net: torch.nn.Module, starts: Mapping[str, Array], who: str) -> torch.nn.Module:
+def _with_unknowns(net: nn.Module, starts: Mapping[str, Array], who: str) -> nn.Module:
     """A copy of a network with these unknowns as parameters, whose output has columns for them, (n, C + e)."""
     if not starts:
         return net
@@ -205,12 +205,12 @@ def _with_unknowns(net: torch.nn.Module, starts: Mapping[str, Array], who: str) 
         if "." in name or hasattr(extended, name):
             raise DeclarationError(f"{who}: {name!r} is a name of the network's own; call the variable something else.")
         value = torch.from_numpy(np.array(start, dtype=float)).to(torch.get_default_dtype())
-        extended.register_parameter(name, torch.nn.Parameter(value))
+        extended.register_parameter(name, nn.Parameter(value))
     extended.register_forward_hook(functools.partial(_beside, tuple(starts)))
     return extended
 
 
-def _beside(names: tuple[str, ...], module: torch.nn.Module, given: Any, output: Tensor) -> Tensor:
+def _beside(names: tuple[str, ...], module: nn.Module, given: Any, output: Tensor) -> Tensor:
     """Outputs of each row, and the unknowns of these names after them."""
     rows = output.reshape(len(output), -1)
     values = torch.cat([getattr(module, name).reshape(-1) for name in names])
@@ -291,7 +291,7 @@ def _require_inputs(unit: NetworkUnit) -> None:
 def _warn_of_scales(client: ClientModel, unit: NetworkUnit) -> bool:
     """Warn of a client's inputs or outcomes that are far from unit scale; whether any are."""
     far = []
-    indices = any(isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) for part in unit.net.modules())
+    indices = any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in unit.net.modules())
     if not indices and (size := _size(unit.X)) > _LARGE:
         far.append(f"the network's inputs ({size:.3g})")
     parts = client.template.parts

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedppl import contracts
 from fedppl.algorithms.averaging.fedavg import KeptLocal, average, fitting_local, not_counted, root_mean_square_change
@@ -178,15 +178,14 @@ def open_rows(client: Any, phi: Array) -> list[Array]:
 
 
 def _open_rows_of(unit: NetworkUnit, w: Array, X: Array, rng: torch.Generator) -> list[Array]:
-    outputs: list[tuple[torch.nn.Module, Tensor]] = []
+    outputs: list[tuple[nn.Module, Tensor]] = []
     inputs: list[Tensor] = []
-
     net, state = unit.net, unit.state(w, torch.float64)
     layers = {name: layer for name, layer in net.named_modules() if list(layer.parameters(recurse=False))}
 
     def keep(name: str, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
         outputs.append((layers[name], output))
-        if isinstance(layers[name], torch.nn.Linear):
+        if isinstance(layers[name], nn.Linear):
             inputs.append(given[0].detach())
         return output.clone()  # the next layer may change it in place
 
@@ -204,11 +203,11 @@ def _open_rows_of(unit: NetworkUnit, w: Array, X: Array, rng: torch.Generator) -
     return [np.asarray(host(part)) for part in columns]
 
 
-def _by_unit(module: torch.nn.Module, slope: Tensor) -> Tensor:
+def _by_unit(module: nn.Module, slope: Tensor) -> Tensor:
     """Slopes of a layer's units in each row, (n, units), or their size over places in an image or a sequence."""
     if slope.ndim == 2:
         return slope
-    if slope.ndim > 2 and not isinstance(module, torch.nn.Linear):
+    if slope.ndim > 2 and not isinstance(module, nn.Linear):
         slope = slope.movedim(1, -1)
     return slope.reshape(len(slope), -1, slope.shape[-1]).square().sum(1).sqrt()
 
