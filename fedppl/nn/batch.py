@@ -21,7 +21,7 @@ from fedppl.nn.head import Head, features, logits, of_draws, without_head
 from fedppl.nn.likelihood import Categorical
 from fedppl.nn.personal import head_noise
 from fedppl.nn.train import GROWTH, RISE, Pulls, Training, loss_at, optimizer_of, pulls_of, slopes_of, train
-from fedppl.nn.unit import NetworkUnit, outcomes
+from fedppl.nn.unit import NetworkUnit, Pair, outcomes
 from fedppl.nn.view import network_of
 from fedppl.types import Array, Rng
 
@@ -43,6 +43,7 @@ class Stack(NamedTuple):
 
     units: tuple[NetworkUnit, ...]  # from the one with most rows to the one with fewest
     net: nn.Module  # of this thread
+    dtype: torch.dtype  # of the computations
     X: Tensor  # rows of all, one client after the other, (N, ...)
     y: Tensor
     rows: NDArray[np.int64]  # numbers of rows, (K,)
@@ -54,7 +55,7 @@ def stacked(units: Sequence[NetworkUnit], dtype: torch.dtype = torch.float32) ->
     rows = np.array([len(unit.X) for unit in units], dtype=np.int64)
     X = torch.cat([unit.tensor(unit.X, dtype) for unit in units])
     y = torch.cat([outcomes(unit, dtype) for unit in units])
-    return Stack(tuple(units), units[0].net, X, y, rows, np.concatenate([[0], np.cumsum(rows)[:-1]]))
+    return Stack(tuple(units), units[0].net, dtype, X, y, rows, np.concatenate([[0], np.cumsum(rows)[:-1]]))
 
 
 def groups(clients: Sequence[ClientView]) -> list[list[int]]:
@@ -177,22 +178,22 @@ class Weights:
     Matrices of linear layers are transposed in memory, so that slopes need no copy.
     """
 
-    def __init__(
-        self, net: nn.Module, W: Array, moving: Sequence[str], dtype: torch.dtype, place: torch.device
-    ) -> None:
-        self._slices, self._device = functional.parameter_slices(net), place
-        self._shapes = {name: value.shape for name, value in net.named_parameters()}
+    def __init__(self, stack: Stack, W: Array, free: Places) -> None:
+        self._slices, self._stack = functional.parameter_slices(stack.net), stack
+        self._shapes = {name: value.shape for name, value in stack.net.named_parameters()}
         self._transposed = {
-            f"{name}.weight" if name else "weight" for name, layer in net.named_modules() if type(layer) is nn.Linear
+            f"{name}.weight" if name else "weight"
+            for name, layer in stack.net.named_modules()
+            if type(layer) is nn.Linear
         }
-        values = {name: self._cut(W, name, dtype) for name in self._slices}
-        self.moving = {name: values.pop(name) for name in moving}
+        values = {name: self._cut(W, name) for name in self._slices}
+        self.moving = {name: values.pop(name) for name in stack.units[0].names_at(free)}
         self._fixed = {name: self._shown(name, value) for name, value in values.items()}
         self._first: dict[int, tuple[list[Tensor], State]] = {}
 
-    def _cut(self, values: NDArray[np.generic], name: str, dtype: torch.dtype) -> Tensor:
+    def _cut(self, values: Array, name: str) -> Tensor:
         """One parameter of flat vectors (K, d), in its layout in memory."""
-        part = functional.tensor(np.asarray(values[:, self._slices[name]], dtype=float), dtype, self._device)
+        part = functional.tensor(values[:, self._slices[name]], self._stack.dtype, self._stack.X.device)
         part = part.view(len(values), *self._shapes[name])
         return (part.mT if name in self._transposed else part).contiguous()
 
@@ -210,7 +211,7 @@ class Weights:
 
     def like(self, values: Array) -> list[Tensor]:
         """Flat vectors (K, d) cut like the moving parameters."""
-        return [self._cut(values, name, value.dtype) for name, value in self.moving.items()]
+        return [self._cut(values, name) for name in self.moving]
 
     def result(self, W: Array) -> Array:
         """Flat vectors (K, d) with the moved weights."""
@@ -221,37 +222,24 @@ class Weights:
 
 
 def train_each(
-    units: Sequence[NetworkUnit],
-    W: Array,
-    free: Places,
-    settings: Training,
-    rngs: Rngs,
-    priors: Sequence[tuple[Array, Array]] | None = None,
+    units: Sequence[NetworkUnit], W: Array, free: Places, settings: Training, rngs: Rngs, priors: Sequence[Pair] | None
 ) -> tuple[Array, Flags]:
     """`train_together` where there are several clients; alone, `train`, which raises `LocalFailure` for a flag."""
     if len(units) > 1:
-        return train_together(stacked(units), W, free, settings, rngs, priors=priors)
+        return train_together(stacked(units), W, free, settings, rngs, priors)
     w = train(units[0], W[0], free, settings, rngs[0], prior=None if priors is None else priors[0])
     return w[None], np.ones(1, dtype=bool)
 
 
 def train_together(
-    stack: Stack,
-    W: Array,
-    free: Places,
-    settings: Training,
-    rngs: Rngs,
-    *,
-    priors: Sequence[tuple[Array, Array]] | None = None,
-    dtype: torch.dtype = torch.float32,
+    stack: Stack, W: Array, free: Places, settings: Training, rngs: Rngs, priors: Sequence[Pair] | None = None
 ) -> tuple[Array, Flags]:
     """`train` at each client, from weights W (K, d), of which those in `free` move.
 
     `priors` are means and precisions by client. Returns weights (K, d), and which clients' training succeeded; weights
     of the others are invalid.
     """
-    moving, place = stack.units[0].names_at(free), stack.X.device
-    weights, through = Weights(stack.net, W, moving, dtype, place), forward(stack.net, dtype, place)
+    weights, through = Weights(stack, W, free), forward(stack.net, stack.dtype, stack.X.device)
     likelihood = stack.units[0].likelihood
 
     def loss(state: State, batch: Minibatch) -> Tensor:
@@ -260,24 +248,17 @@ def train_together(
 
     prior = None if priors is None else (np.stack([mean for mean, _ in priors]), np.stack([p for _, p in priors]))
     pulls = pulls_of(weights.like, W, free, prior, stack.rows[:, None])
-    return _trained(stack, weights, W, settings, rngs, loss, dtype, pulls)
+    return _trained(stack, weights, W, settings, rngs, loss, pulls)
 
 
 def _trained(
-    stack: Stack,
-    weights: Weights,
-    W: Array,
-    settings: Training,
-    rngs: Rngs,
-    loss: LossFn,
-    dtype: torch.dtype,
-    pulls: Pulls = None,
+    stack: Stack, weights: Weights, W: Array, settings: Training, rngs: Rngs, loss: LossFn, pulls: Pulls = None
 ) -> tuple[Array, Flags]:
     """Weights (K, d) after all steps, and at which clients they stayed bounded and the loss did not rise far."""
     take_steps(stack, weights, settings, rngs, loss, pulls)
     trained, most = weights.result(W), GROWTH * (1.0 + np.max(np.abs(W), axis=1, initial=0.0))
     before, after = (
-        np.array([loss_at(unit, w, dtype=dtype) for unit, w in zip(stack.units, each, strict=True)])
+        np.array([loss_at(unit, w, dtype=stack.dtype) for unit, w in zip(stack.units, each, strict=True)])
         for each in (W, trained)
     )
     return trained, (after <= before + RISE) & (np.max(np.abs(trained), axis=1, initial=0.0) <= most)
@@ -313,14 +294,14 @@ def _epoch(stack: Stack, size: int, rngs: Rngs) -> Iterator[Minibatch]:
     width = int(min(size, rows[0]))
     steps = -(-rows // size)
     order = np.empty((len(rows), int(steps[0]) * width), dtype=np.int64)
-    share = np.zeros(order.shape, dtype=np.float32 if stack.X.dtype != torch.float64 else float)
+    share = np.zeros(order.shape)
     for k, rng in enumerate(rngs):
         n, last = int(rows[k]), int(steps[k] - 1) * width
         order[k, :n] = stack.first[k] + rng.permutation(n)
         order[k, n:] = order[k, last]  # a row of the same batch
         share[k, :last], share[k, last:n] = 1.0 / width, 1.0 / (n - last)
     place = stack.X.device
-    places, shares = torch.from_numpy(order).to(place), torch.from_numpy(share).to(place)
+    places, shares = torch.from_numpy(order).to(place), torch.from_numpy(share).to(stack.dtype).to(place)
     buffer = stack.X.new_empty(len(rows) * width, *stack.X.shape[1:])  # reused in each step
     for step in range(int(steps[0])):
         count, start = int(np.sum(steps > step)), step * width
@@ -345,24 +326,14 @@ def heads_rows(units: Sequence[NetworkUnit], head: Head, W: Array) -> tuple[Tens
 
 
 def train_below_together(
-    stack: Stack,
-    head: Head,
-    W: Array,
-    q: tuple[Array, Array],
-    settings: Training,
-    draws: int,
-    rngs: Rngs,
-    *,
-    dtype: torch.dtype = torch.float32,
+    stack: Stack, head: Head, W: Array, q: Pair, settings: Training, draws: int, rngs: Rngs
 ) -> tuple[Array, Flags]:
     """`train_below` at each client, for weights (K, D) and q (K, d).
 
     Returns weights (K, D), and at which clients the loss at the head's mean did not rise far: others train alone.
     """
-    body = without_head(copy.deepcopy(stack.net), head)
-    place = stack.X.device
-    weights = Weights(stack.net, W, stack.units[0].names_at(head.below), dtype, place)
-    through = forward(body, dtype, place)
+    body, dtype, place = without_head(copy.deepcopy(stack.net), head), stack.dtype, stack.X.device
+    weights, through = Weights(stack, W, head.below), forward(body, dtype, place)
     likelihood, own = stack.units[0].likelihood, [name for name, _ in body.named_parameters()]
     means, spreads = (functional.tensor(value, dtype, place) for value in q)
     noise = [head_noise(draws, means.shape[1], functional.generator_of(rng), dtype) for rng in rngs]
@@ -375,4 +346,4 @@ def train_below_together(
         each = likelihood.each_last(logits(head, z, v).flatten(0, 1), of_draws(batch.y, draws))
         return torch.sum(each.view(count, draws, -1) * batch.share[:, None]) / draws
 
-    return _trained(stack, weights, W, settings, rngs, loss, dtype)
+    return _trained(stack, weights, W, settings, rngs, loss)

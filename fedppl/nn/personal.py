@@ -15,12 +15,12 @@ from fedppl.nn.head import Head, expected_loss, features, head_slopes, without_h
 from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.subnet import Subnetwork, along, chunks
 from fedppl.nn.train import Leaves, Training, batches, loss_at, optimizer_of, require_bounded, require_no_rise, rows_of
-from fedppl.nn.unit import NetworkUnit, outcomes, outputs
+from fedppl.nn.unit import NetworkUnit, Pair, outcomes, outputs
 from fedppl.types import Array, LocalFailure, Rng
 
 _DIFFERENCE = 1e-2  # of weights, for a product with the Hessian
 _DRAWS = 32  # of all weights, to check that a bound fell
-_Normals = tuple[tuple[Array, Array], tuple[Array, Array]]  # means and sds of q, and of p
+_Normals = tuple[Pair, Pair]  # means and sds of q, and of p
 
 
 def _loss(unit: NetworkUnit, flat: Tensor, X: Tensor, y: Tensor) -> Tensor:
@@ -63,11 +63,8 @@ def meta_steps(
 
 
 def _ahead(unit: NetworkUnit, flat: Tensor, X: Tensor, y: Tensor, rate: float) -> float:
-    """F: the mean loss after one gradient step on all rows, computed for some rows at a time."""
-    ahead = flat - rate * _slope(unit, flat, X, y)
-    with torch.no_grad():
-        parts = ((rows, len(X[rows]) / len(X)) for rows in parts_of(unit.net, X.shape))
-        return float(sum(_loss(unit, ahead, X[rows], y[rows]) * share for rows, share in parts))
+    """F: the mean loss after one gradient step on all rows."""
+    return loss_at(unit, host(flat - rate * _slope(unit, flat, X, y)), dtype=flat.dtype)
 
 
 def _slope(unit: NetworkUnit, flat: Tensor, X: Tensor, y: Tensor) -> Tensor:
@@ -78,7 +75,7 @@ def _slope(unit: NetworkUnit, flat: Tensor, X: Tensor, y: Tensor) -> Tensor:
     return slope
 
 
-def further_gain(unit: NetworkUnit, start: Array, end: Array, prior: tuple[Array, Array] | None, free: Places) -> float:
+def further_gain(unit: NetworkUnit, start: Array, end: Array, prior: Pair | None, free: Places) -> float:
     r"""The fall of the mean loss by as long a step again, to first order.
 
     .. math:: -(\nabla f(w_1) + \tfrac1n p (w_1 - m))^\top (w_1 - w_0)
@@ -101,7 +98,7 @@ def moreau_steps(
     rng: Rng,
     *,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Array, Array]:
+) -> Pair:
     r"""Descend the Moreau envelope of the loss, pFedMe: w ← w − η λ (w − θ).
 
     .. math:: \theta \approx \arg\min_\theta f(\theta) + \tfrac\lambda2 \lVert \theta - w \rVert^2
@@ -139,7 +136,7 @@ def bayes_steps(
     draws: int,
     rng: Rng,
     *,
-    start: tuple[Array, Array] | None = None,
+    start: Pair | None = None,
     follow: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> _Normals:
@@ -153,7 +150,7 @@ def bayes_steps(
     """
     (X, y), source = rows_of(unit, unit.net, dtype), generator_of(rng)
 
-    def raw(pair: tuple[Array, Array]) -> list[Tensor]:
+    def raw(pair: Pair) -> list[Tensor]:
         middle, spread = (np.array(value, dtype=float) for value in pair)
         both = torch.from_numpy(middle), softplus_backwards(spread)
         return [value.to(dtype).to(X.device).requires_grad_() for value in both]
@@ -192,7 +189,7 @@ def bayes_steps(
     return ended
 
 
-def _normal(pair: list[Tensor]) -> tuple[Array, Array]:
+def _normal(pair: list[Tensor]) -> Pair:
     return host(pair[0]).copy(), host(nn.functional.softplus(pair[1].detach()))
 
 
@@ -236,7 +233,7 @@ def head_posteriors(
     likelihood: Likelihood,
     head: Head,
     rows: tuple[Tensor, Tensor, NDArray[np.int64]],
-    starts: tuple[Array, Array],
+    starts: Pair,
     centres: Array,
     confidences: Array,
     steps: HeadSteps,
@@ -288,7 +285,7 @@ def train_below(
     unit: NetworkUnit,
     head: Head,
     w: Array,
-    q: tuple[Array, Array],
+    q: Pair,
     settings: Training,
     draws: int,
     rng: Rng,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedppl.nn.functional import Places, by_parts, call, cast, gradients, host, parameter_slices, pieces, taken, tensor
-from fedppl.nn.unit import NetworkUnit, outcomes
+from fedppl.nn.unit import NetworkUnit, Pair, outcomes
 from fedppl.types import Array, LocalFailure, Rng
 
 RISE = 1.0  # in nats of a row's mean loss, above which training has diverged
@@ -37,7 +37,7 @@ def train(
     settings: Training,
     rng: Rng,
     *,
-    prior: tuple[Array, Array] | None = None,
+    prior: Pair | None = None,
     linear: Array | None = None,
     penalty: _Penalty | None = None,
     dtype: torch.dtype = torch.float32,
@@ -193,7 +193,7 @@ def pulls_of(
     cut: Callable[[Array], list[Tensor]],
     w: Array,
     free: Places,
-    prior: tuple[Array, Array] | None,
+    prior: Pair | None,
     rows: Any,
     linear: Array | None = None,
 ) -> Pulls:

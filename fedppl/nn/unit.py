@@ -22,6 +22,8 @@ from fedppl.nn.functional import Places
 from fedppl.nn.likelihood import CONTRACT, Declared, Likelihood, columns
 from fedppl.types import Array, DataError, DeclarationError, Variable
 
+Pair = tuple[Array, Array]  # means of independent weights, and their precisions or sds
+
 
 class DeclaredNetwork(NamedTuple):
     """A network as a model declares it, the same for all clients of one template."""
@@ -111,7 +113,7 @@ class NetworkUnit:
                 raise DeclarationError(f"{unknown} are no parameters of the network; it has {list(self.names)}.")
             positions = functional.positions(self.declared.net, [name for name in self.names if name in which])
         if not len(positions):
-            raise DeclarationError(f"{which!r} names no weights; share others, name some, or pass tune=None.")
+            raise DeclarationError(f"{which!r} names no weights: share others, name some, or pass tune=None.")
         return positions
 
     def names_at(self, places: Places) -> list[str]:

@@ -388,7 +388,7 @@ def test_weights_that_are_not_trained_do_not_move() -> None:
     W = units[0].initial + 0.1 * rng.normal(size=(5, 31))
     priors = [(rng.normal(size=15), rng.uniform(1, 50, size=15)) for _ in units]
     stack = batch.stacked(units)
-    found, well = train_together(stack, W, free, STEPS, [stream((k,)) for k in range(5)], priors=priors)
+    found, well = train_together(stack, W, free, STEPS, [stream((k,)) for k in range(5)], priors)
     assert well.all()
     for k, unit in enumerate(units):
         wanted = train(unit, W[k], free, STEPS, stream((k,)), prior=priors[k])
@@ -403,11 +403,9 @@ def test_without_rounding_there_is_no_difference(momentum: float | None) -> None
     head, everything = head_of(units[0], HEAD), np.arange(31)
     settings, W = Training(0.01, 10, 8, momentum), np.tile(units[0].initial, (5, 1))
     stack = batch.stacked(units, torch.float64)
-    found, _ = train_together(stack, W, everything, settings, [stream((k,)) for k in range(5)], dtype=torch.float64)
+    found, _ = train_together(stack, W, everything, settings, [stream((k,)) for k in range(5)])
     q = W[:, head.places], np.full((5, 15), 0.3)
-    lower, _ = batch.train_below_together(
-        stack, head, W, q, settings, 3, [stream((k,)) for k in range(5)], dtype=torch.float64
-    )
+    lower, _ = batch.train_below_together(stack, head, W, q, settings, 3, [stream((k,)) for k in range(5)])
     for k, unit in enumerate(units):
         wanted = train(unit, W[k], everything, settings, stream((k,)), dtype=torch.float64)
         assert_allclose(found[k], wanted, rtol=1e-9, atol=1e-11)

@@ -24,7 +24,7 @@ from fedppl.nn.algorithms import _common
 from fedppl.nn.batch import train_each
 from fedppl.nn.functional import Places
 from fedppl.nn.train import Training, train
-from fedppl.nn.unit import NetworkUnit
+from fedppl.nn.unit import NetworkUnit, Pair
 from fedppl.nn.view import Own, network_of
 from fedppl.settings import between, described, shown
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng
@@ -198,7 +198,7 @@ def _updates(
     return updates
 
 
-def _pull(unit: NetworkUnit, free: Places, phi: Array, proximal: float) -> tuple[Array, Array]:
+def _pull(unit: NetworkUnit, free: Places, phi: Array, proximal: float) -> Pair:
     """Means and precisions of the proximal term, for the shared weights among `free`."""
     centre, precision = np.zeros(unit.size), np.zeros(unit.size)
     centre[unit.shared_at] = phi

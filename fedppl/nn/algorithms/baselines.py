@@ -17,6 +17,7 @@ from fedppl.nn.algorithms import _common
 from fedppl.nn.personal import bayes_steps, meta_steps, moreau_steps
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.train import GROWTH, Training, loss_at, train
+from fedppl.nn.unit import Pair
 from fedppl.nn.view import Own, PersonaliseFn, network_of, own_of
 from fedppl.settings import between, described, positive, whole
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng
@@ -298,7 +299,6 @@ def _ifca_reject(state: IFCAState, reply: Message) -> str | None:
 
 _NEAR = 0.2  # change of log sds: where nine in ten changed less, they are no posterior
 _LEAST = 1e-18  # sd of a weight: the square of a smaller one is 0 in single precision, or near it
-Normal = tuple[Array, Array]  # means and sds of independent weights
 
 
 class NormalClientState(NamedTuple):
@@ -485,7 +485,7 @@ def _posteriors(
     *,
     settings: _Normals,
     continual: bool,
-) -> tuple[Normal, Normal, NormalClientState]:
+) -> tuple[Pair, Pair, NormalClientState]:
     """q_k of all weights in torch's order, the posterior that travels, and the one that stays.
 
     All of q_k stays, where its next steps start, and p_k travels. If `continual`, local weights' q_k stays, which is
