@@ -9,14 +9,14 @@ import numpy as np
 import pandas as pd
 import torch
 import xarray as xr
-from scipy.special import log_softmax, ndtr, softmax
+from scipy.special import ndtr, softmax
 from scipy.stats import norm
 
 from fedppl.contracts import Point
 from fedppl.contracts.printed import CI_PROB
 from fedppl.model.client import ClientModel
 from fedppl.nn.functional import host, reason
-from fedppl.nn.likelihood import Declared, Normal
+from fedppl.nn.likelihood import Categorical, Declared, Normal
 from fedppl.nn.subnet import output_covariance
 from fedppl.nn.unit import NetworkUnit, outputs
 from fedppl.nn.view import NetworkResult, Own, network_of
@@ -217,25 +217,25 @@ def predict(
     ci_prob, draws = between("ci_prob", ci_prob, 0, 1), whole("draws", draws)
     own = client if isinstance(client, Own) else personalise(fit, client, random_seed=random_seed)
     unit = own.client.view(network_of)
+    likelihood, blocks = unit.likelihood, []
     if isinstance(inputs, pd.DataFrame):
         inputs = new_inputs(fit.declaration, cast(ClientModel, own.client), inputs)
     (X, others), rng = unit.inputs(inputs), stream((seed, 3))
     if wrong := {name: len(value) for name, value in others.items() if value.ndim and len(value) != len(X)}:
         raise DataError(f"new inputs have {len(X)} rows, and {wrong}; give as many rows of each.")
-    blocks = []
     for start in range(0, max(len(X), 1), _ROWS):
         rows = slice(start, start + _ROWS)
         logits, covariance = _moments(unit, own, X[rows], start, link)
-        if isinstance(unit.likelihood, Declared):
+        if isinstance(likelihood, Declared):
             read = {name: value[rows] if value.ndim else value for name, value in others.items()}
-            values, dims = _outcomes_at(unit, read, logits, covariance, draws, ci_prob, rng)
+            values, dims = _outcomes_at(likelihood, read, logits, covariance, draws, ci_prob, rng)
         else:
-            values = _closed(unit, logits, covariance, link, draws, ci_prob, rng)
+            values = _closed(likelihood, logits, covariance, link, draws, ci_prob, rng)
             dims = dict.fromkeys(values, ("row", "output"))
         blocks.append(values)
     values = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
     told = {"client": own.client.client_id}
-    if isinstance(unit.likelihood, Declared):
+    if isinstance(likelihood, Declared):
         return idata.dataset(values, dims, {}, told)
     return idata.dataset(values, dims, {"output": np.arange(logits.shape[1])}, told | {"link": link})
 
@@ -258,11 +258,11 @@ def _moments(unit: NetworkUnit, own: Own, X: Array, first: int, link: str) -> tu
 
 
 def _closed(
-    unit: NetworkUnit, logits: Array, covariance: Array, link: str, draws: int, ci_prob: float, rng: Rng
+    likelihood: Categorical | Normal, logits: Array, covariance: Array, link: str, draws: int, ci_prob: float, rng: Rng
 ) -> dict[str, Array]:
     variance = np.diagonal(covariance, axis1=1, axis2=2).copy()  # a view would keep all covariances in memory
-    if isinstance(unit.likelihood, Normal):
-        sd = np.sqrt(variance + unit.likelihood.sd**2)
+    if isinstance(likelihood, Normal):
+        sd = np.sqrt(variance + likelihood.sd**2)
         half = norm.ppf(0.5 + ci_prob / 2) * sd
         return {"mean": logits, "sd": sd, "ci_low": logits - half, "ci_high": logits + half}
     chances = probabilities(logits, covariance, link=link, draws=draws, rng=rng)
@@ -301,7 +301,7 @@ def probabilities(
     rng = np.random.default_rng() if rng is None else rng
     total = np.zeros_like(logits)
     for at in _drawn(logits, covariance, draws, rng):
-        total += np.exp(log_softmax(at, axis=1))
+        total += softmax(at, axis=1)
     return np.asarray(total / draws)
 
 
@@ -317,7 +317,7 @@ _EACH = 10  # draws of an outcome for each draw of outputs
 
 
 def _outcomes_at(
-    unit: NetworkUnit,
+    likelihood: Declared,
     others: Mapping[str, Array],
     outputs: Array,
     covariance: Array,
@@ -329,8 +329,6 @@ def _outcomes_at(
 
     Outputs are with unknowns, (n, C + e), and their covariance (n, C + e, C + e); where it is 0, one draw is enough.
     """
-    likelihood = unit.likelihood
-    assert isinstance(likelihood, Declared)
     functions, count = likelihood.drawn(), likelihood.outputs
     variance = np.diagonal(covariance, axis1=1, axis2=2)[:, :count].copy()
     is_known = not np.any(covariance)
