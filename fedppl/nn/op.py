@@ -15,6 +15,7 @@ from pytensor.graph.op import Op
 from torch import Tensor, nn
 
 from fedppl.nn import functional
+from fedppl.settings import positive
 from fedppl.types import Array, DeclarationError
 
 
@@ -144,16 +145,14 @@ def parameters(net: nn.Module, *, sigma: float | Mapping[str, float] = 1.0) -> d
         raise DeclarationError(
             f"sigma names {sorted(scales)}, the network's parameters are {names}; give one for each."
         )
-    for name, value in scales.items():
-        if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < np.inf:
-            raise DeclarationError(f"sigma of {name!r} is {value!r} and must be positive and finite.")
+    scales = {name: positive(f"sigma of {name!r}", value) for name, value in scales.items()}
     try:
         starts = {name: functional.host(value) for name, value in net.named_parameters()}
     except (NotImplementedError, ValueError) as error:  # on "meta", or a layer that waits for its first inputs
         raise DeclarationError(
             'the network\'s parameters hold no values to start at; make it without lazy layers, and not on "meta".'
         ) from error
-    return {name: pm.Normal(name, starts[name], float(scales[name]), shape=starts[name].shape) for name in names}
+    return {name: pm.Normal(name, starts[name], scales[name], shape=starts[name].shape) for name in names}
 
 
 def output_of_two(net: nn.Module, X: Array, device: torch.device) -> Tensor:
@@ -271,8 +270,8 @@ class ModuleGradientOp(Op):  # type: ignore[misc]
             with torch.enable_grad():
                 output = called(self.net, flat, part.requires_grad_() if real else part)
                 pull = functional.tensor(np.array(inputs[2][rows]), torch.float64, place)
-                slopes = torch.autograd.grad(output, [flat, part] if real else [flat], pull, allow_unused=True)
-            by_weights += 0.0 if slopes[0] is None else functional.host(slopes[0])
-            by_inputs[rows] = 0.0 if not real or slopes[1] is None else functional.host(slopes[1])
+                of_weights, *of_inputs = functional.gradients(output, [flat, part] if real else [flat], pull)
+            by_weights += functional.host(of_weights)
+            by_inputs[rows] = functional.host(of_inputs[0]) if real else 0.0
             first = rows.stop
         outputs[0][0], outputs[1][0] = by_weights, by_inputs
