@@ -130,8 +130,8 @@ class NetworkUnit:
                 value.copy_(values[name])
         return net
 
-    def weights(self, phi: Any, theta: Array | None = None) -> Array:
-        """w (d,) from φ and θ, by default θ at the start."""
+    def weights(self, phi: Any, theta: Any = None) -> Array:
+        """w (d,) from φ and θ, or from one number for all of either; by default θ at the start."""
         w = np.empty(self.size)
         w[self.shared_at], w[self.local_at] = phi, self.start if theta is None else theta
         return w

@@ -185,7 +185,7 @@ def _require_same_density(client: ClientModel, unit: NetworkUnit) -> None:
     # Beside large outcomes the density's constant hides an error in the weights' part, which a difference shows.
     first, second = densities
     rounding = _ROUNDING * float(abs(first[1]) + abs(second[1]))
-    _require_near(unit, "log density rises by", *(second - first), rounding)
+    _require_near(unit, "log density rises by", *(second - first), rounding=rounding)
 
 
 def _require_near(unit: NetworkUnit, what: str, declared: float, ours: float, rounding: float = 0.0) -> None:

@@ -200,10 +200,8 @@ def _updates(
 
 def _pull(unit: NetworkUnit, free: Places, phi: Array, proximal: float) -> Pair:
     """Means and precisions of the proximal term, for the shared weights among `free`."""
-    centre, precision = np.zeros(unit.size), np.zeros(unit.size)
-    centre[unit.shared_at] = phi
-    precision[unit.shared_at] = proximal * len(unit.X)  # the prior counts once for all rows
-    return centre[free], precision[free]
+    precision = proximal * len(unit.X)  # the prior counts once for all rows
+    return unit.weights(phi, 0.0)[free], unit.weights(precision, 0.0)[free]
 
 
 def _updates_unreported(

@@ -492,7 +492,7 @@ def _posteriors(
     their next prior, and q_k travels.
     """
     unit = client.view(network_of)
-    mean, sd = unit.weights(message["mean"]), unit.weights(message["sd"], np.full(client.local_size, settings.spread))
+    mean, sd = unit.weights(message["mean"]), unit.weights(message["sd"], settings.spread)
     kept = unit.local_at if continual else np.arange(unit.size)
     last = personal if personal is not None and len(personal.mean) == len(kept) else None
     if last is not None and continual:
