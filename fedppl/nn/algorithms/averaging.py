@@ -37,6 +37,10 @@ class AveragedState(NamedTuple):
     smooth: _common.OverRounds
 
 
+_Parts = Sequence[Part[LocalClientState]]
+_Updates = list[ClientUpdate[LocalClientState] | None]
+
+
 class _Settings(NamedTuple):
     phases: tuple[tuple[str | tuple[str, ...], Training], ...]
     proximal: float
@@ -176,9 +180,7 @@ def _phases_rule(phases: Any) -> list[tuple[str | tuple[str, ...], int]]:
     ]
 
 
-def _updates(
-    parts: Sequence[Part[LocalClientState]], *, settings: _Settings
-) -> list[ClientUpdate[LocalClientState] | None]:
+def _updates(parts: _Parts, *, settings: _Settings) -> _Updates:
     """Train by phases at clients with one network, from φ and their own local weights."""
     units = [part.client.view(network_of) for part in parts]
     starts = [kept_local(part.client, part.personal and part.personal.local) for part in parts]
@@ -191,7 +193,7 @@ def _updates(
             priors = [_pull(unit, free, phi, settings.proximal) for unit, phi in zip(units, means, strict=True)]
         W, succeeded = train_each(units, W, free, training, rngs, priors)
         trained &= succeeded
-    updates: list[ClientUpdate[LocalClientState] | None] = [None] * len(parts)
+    updates: _Updates = [None] * len(parts)
     for k in np.flatnonzero(trained).tolist():
         kept, weight = LocalClientState(W[k, units[k].local_at]), weight_of(parts[k].client, settings.weights)
         updates[k] = ClientUpdate(kept, weighted(W[k, units[k].shared_at], weight), starts[k][1])
@@ -204,9 +206,7 @@ def _pull(unit: NetworkUnit, free: Places, phi: Array, proximal: float) -> Pair:
     return unit.weights(phi, 0.0)[free], unit.weights(precision, 0.0)[free]
 
 
-def _updates_unreported(
-    parts: Sequence[Part[LocalClientState]], *, settings: _Settings
-) -> list[ClientUpdate[LocalClientState] | None]:
+def _updates_unreported(parts: _Parts, *, settings: _Settings) -> _Updates:
     """Train local weights, if there are any, without the last phases that train shared ones alone."""
     if not parts[0].client.local_size:
         return [ClientUpdate(part.personal, {}) for part in parts]

@@ -52,6 +52,10 @@ class HeadClientState(NamedTuple):
     sd: Array  # σ_j, (d,)
 
 
+_Parts = Sequence[Part[HeadClientState]]
+_Updates = list[ClientUpdate[HeadClientState] | None]
+
+
 class _Settings(NamedTuple):
     head: tuple[str, ...]
     training: Training
@@ -190,7 +194,7 @@ def _confidence(q: HeadClientState, centre: Array, settings: _Settings) -> float
     return confidence_of(q.mean, q.sd**2, centre, settings.terms, (settings.strength, settings.spread))
 
 
-def _heads(parts: Sequence[Part[HeadClientState]], settings: _Settings) -> tuple[Sent, Array, Array, Flags]:
+def _heads(parts: _Parts, settings: _Settings) -> tuple[Sent, Array, Array, Flags]:
     """The M-step on τ_j at the new w, then steps on q_j, at clients with one network.
 
     With means and sds (K, d) of q_j, and which are finite (K,), which is an error of a client alone.
@@ -212,9 +216,7 @@ def _heads(parts: Sequence[Part[HeadClientState]], settings: _Settings) -> tuple
     return sent, mean, sd, finite
 
 
-def _trained(
-    parts: Sequence[Part[HeadClientState]], settings: _Settings
-) -> tuple[Sent, list[HeadClientState], Array, Flags]:
+def _trained(parts: _Parts, settings: _Settings) -> tuple[Sent, list[HeadClientState], Array, Flags]:
     """`_heads`, then steps on the layers below: q_j, all weights with its mean for the head, and who succeeded."""
     sent, mean, sd, succeeded = _heads(parts, settings)
     units, head, W = sent.units, sent.head, sent.W.copy()
@@ -228,11 +230,9 @@ def _trained(
     return sent, [HeadClientState(*q) for q in zip(mean, sd, strict=True)], W, succeeded
 
 
-def _updates(
-    parts: Sequence[Part[HeadClientState]], *, settings: _Settings
-) -> list[ClientUpdate[HeadClientState] | None]:
+def _updates(parts: _Parts, *, settings: _Settings) -> _Updates:
     sent, heads, W, succeeded = _trained(parts, settings)
-    updates: list[ClientUpdate[HeadClientState] | None] = [None] * len(parts)
+    updates: _Updates = [None] * len(parts)
     for k in np.flatnonzero(succeeded).tolist():
         q, centre = heads[k], sent.centres[k]
         (reply, head), confidence = parted(sent.units[k], sent.head, W[k]), _confidence(q, centre, settings)
@@ -243,9 +243,7 @@ def _updates(
     return updates
 
 
-def _updates_unreported(
-    parts: Sequence[Part[HeadClientState]], *, settings: _Settings
-) -> list[ClientUpdate[HeadClientState] | None]:
+def _updates_unreported(parts: _Parts, *, settings: _Settings) -> _Updates:
     """The head alone: layers below are replaced by the server's in the next round."""
     _, mean, sd, finite = _heads(parts, settings)
     return [ClientUpdate(HeadClientState(mean[k], sd[k]), {}) if finite[k] else None for k in range(len(parts))]
