@@ -224,7 +224,7 @@ class Weights:
 def train_each(
     units: Sequence[NetworkUnit], W: Array, free: Places, settings: Training, rngs: Rngs, priors: Sequence[Pair] | None
 ) -> tuple[Array, Flags]:
-    """`train_together` where there are several clients; alone, `train`, which raises `LocalFailure` for a flag."""
+    """`train_together` at several clients; at one alone `train`, which raises `LocalFailure`."""
     if len(units) > 1:
         return train_together(stacked(units), W, free, settings, rngs, priors)
     w = train(units[0], W[0], free, settings, rngs[0], prior=None if priors is None else priors[0])

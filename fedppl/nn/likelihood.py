@@ -263,11 +263,9 @@ def columns(who: str, read: Sequence[Read], arrays: Sequence[Array], rows: int) 
     client's.
     """
     for variable, array in zip(read, arrays, strict=True):
-        if array.shape != ((rows, *variable.shape) if variable.by_row else ()):
-            raise DataError(
-                f"{who}: {variable.name!r} has shape {array.shape}, and the likelihood reads "
-                f"{(rows, *variable.shape)}. Declare what all clients share as a constant, one number without axes."
-            )
+        if array.shape != (expected := (rows, *variable.shape) if variable.by_row else ()):
+            what = f"{who}: {variable.name!r} has shape {array.shape}, not {expected}"
+            raise DataError(f"{what}; declare what is the same for all clients as a constant.")
     return beside(arrays, rows)
 
 

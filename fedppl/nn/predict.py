@@ -246,8 +246,7 @@ def _moments(unit: NetworkUnit, own: Own, X: Array, first: int, link: str) -> tu
         logits = host(outputs(unit, own.weights, X))
     except (IndexError, RuntimeError) as error:
         raise DataError(
-            f"the network cannot be computed at the new inputs, of shape {X.shape} ({reason(error)}); keep integers "
-            "within the table of an Embedding."
+            f"the network fails at new inputs of shape {X.shape} ({reason(error)}); keep codes within an Embedding."
         ) from error
     _require_finite(logits, "the network's output", first)
     covariance = np.zeros((*logits.shape, logits.shape[1]))
@@ -340,10 +339,8 @@ def _outcomes_at(
             if likelihood.kind != "categorical":
                 drawn += [functions.draw(at, others, rng) for _ in range(_EACH * (draws if is_known else 1))]
         except Exception as error:
-            raise DataError(
-                f"outcomes ({likelihood.kind}) cannot be drawn at the new inputs ({reason(error)}); scale inputs, or "
-                "give pm.CustomDist a random=."
-            ) from error
+            what = f"outcomes ({likelihood.kind}) cannot be drawn at the new inputs ({reason(error)})"
+            raise DataError(f"{what}; scale inputs, or give pm.CustomDist a random=.") from error
     moments = {"output_mean": outputs[:, :count], "output_variance": variance}
     dims: dict[str, tuple[str, ...]] = dict.fromkeys(moments, ("row", "output"))
     if likelihood.kind == "categorical":

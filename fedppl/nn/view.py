@@ -240,8 +240,7 @@ def _require_rows_alone(unit: NetworkUnit) -> bool:
         alone = np.zeros(0)
     if not _repeated(together, alone):
         raise DeclarationError(
-            f"{unit.who}: the network's output for a row depends on the other rows; use layers that work within a row, "
-            "such as torch.nn.LayerNorm."
+            f"{unit.who}: the network's output for a row depends on the other rows; use torch.nn.LayerNorm or the like."
         )
     return True
 
@@ -283,8 +282,7 @@ def _require_inputs(unit: NetworkUnit) -> None:
     if len(beyond):
         place = tuple(beyond[0].tolist())
         raise DataError(
-            f"{unit.who}: the network's inputs hold {unit.X[place]} at {place}, not finite in single precision; drop "
-            "such rows, or scale the inputs."
+            f"{unit.who}: the network's inputs hold {unit.X[place]} at {place}, not finite in float32; drop the row."
         )
 
 
@@ -334,8 +332,7 @@ def _require_same_again(unit: NetworkUnit) -> None:
 
     if not _repeated(output(rows()), output(rows())):
         raise DeclarationError(
-            f"{unit.who}: the network gives another output when it is asked again; call net.eval(), and take out what "
-            "still draws or remembers calls."
+            f"{unit.who}: the network gives another output when it is asked again; call net.eval(), or stop what draws."
         )
     reused = rows()
     if not _repeated(output(reused), output(reused)):

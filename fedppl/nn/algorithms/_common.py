@@ -84,15 +84,14 @@ def check_network(client: ClientView, algorithm: str, *trained: str | tuple[str,
             unit.places(which)
 
 
-def check_unknowns(client: ClientView, algorithm: str, *trained: str | tuple[str, ...]) -> None:
+def check_unknowns(client: ClientView, *trained: str | tuple[str, ...]) -> None:
     """Refuse local unknowns of the likelihood that no round trains, which would keep their start."""
     unit = client.view(network_of)
     names = {v.name for v in client.local} & set(unit.declared.unknowns)
     reached = set(np.concatenate([np.zeros(0, int), *(unit.places(which) for which in trained)]))
     if untrained := [name for name in sorted(names) if not set(unit.places((name,))) <= reached]:
         raise DeclarationError(
-            f"{untrained} of the likelihood are unknown and local, and {algorithm} does not train them; share them, or "
-            "use fedppl.nn.FedAvg(phases=...)."
+            f"{untrained} of the likelihood are unknown and local, and untrained; share them, or use FedAvg(phases=)."
         )
 
 
@@ -129,10 +128,9 @@ def whole_network(algorithm: str, head: tuple[str, ...] | None = None) -> contra
 
     def check(client: ClientView) -> None:
         check_network(client, algorithm, "shared")
-        if client.local_size:
+        if names := [v.name for v in client.local]:
             raise DeclarationError(
-                f"{[v.name for v in client.local]} are local, and this algorithm shares whole networks; name weights "
-                "and unknowns in shared=."
+                f"{names} are local, and this algorithm shares whole networks; name weights and unknowns in shared=."
             )
         if head is not None:
             head_of(client.view(network_of), head)
@@ -248,10 +246,8 @@ def with_round(average: OverRounds, phi: Array, smoothing: float) -> OverRounds:
 def moved(before: Array, after: Array) -> tuple[float, str]:
     """The change of the weights, and the message of the round."""
     change = root_mean_square_change(before, after)
-    return change, (
-        f"weights moved by {change:.2g} (root mean square) in the last round; score rows that were held out, and raise "
-        "rounds= while that helps"
-    )
+    moved_by = f"weights moved by {change:.2g} (root mean square) in the last round"
+    return change, f"{moved_by}; raise rounds= while scores of held-out rows improve"
 
 
 def reported(before: Array, after: Array) -> Report:
@@ -345,8 +341,7 @@ def tuned(
     # The gain does not include priors that are not normal.
     if penalty is None and (gain := further_gain(unit, start, w, prior, free)) > _SHORT:
         logger.warning(
-            "client %r: fine-tuning has not converged: as many steps again would gain about %.2g a row; raise %s= or "
-            "tune_epochs=",
+            "client %r: fine-tuning has not converged: further steps would gain %.2g a row; raise %s= or tune_epochs=",
             client.client_id,
             gain,
             rate,

@@ -163,7 +163,7 @@ def _update_server(state: AveragedState, received: Received, *, smoothing: float
 def _check(client: ClientView, *, settings: _Settings) -> None:
     trained = [which for which, _ in settings.phases]
     _common.check_network(client, "nn.FedAvg", *trained, settings.tuning.which)
-    _common.check_unknowns(client, "nn.FedAvg", *trained)
+    _common.check_unknowns(client, *trained)
 
 
 def _phases_rule(phases: Any) -> list[tuple[str | tuple[str, ...], int]]:

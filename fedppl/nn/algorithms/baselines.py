@@ -513,8 +513,7 @@ def _normal_update_server(
     change, message = _common.moved(state.mean, mean)
     if np.quantile(np.abs(np.log(sd / settings.spread)), 0.9) < _NEAR:
         message += (
-            f". Sds of weights are still about spread={settings.spread:g}, where they began: raise rounds= or "
-            "learning_rate=, or take a smaller batch_size="
+            f". Sds are still about spread={settings.spread:g}, where they began: raise rounds= or learning_rate="
         )
     return PosteriorState(mean, sd), Report(_common.NetworkInfo(change), message=message)
 

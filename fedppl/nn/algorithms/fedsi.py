@@ -158,8 +158,7 @@ def FedSI(
             lambda client, personal, message, rng: own_of(client, inferred(client, message, rng)),
             Point[SubnetworkState](lambda state: state.mean),
             details=lambda state: {"variance": (("rows",), state.variance), "stochastic": (("rows",), state.uncertain)},
-            caution="the posterior is of the linearised network, and here draws of it are put into the network itself, "
-            "which is off where many weights are inferred; predict by fedppl.nn.predict",
+            caution="draws are of the linearised network, and put into the network itself; use fedppl.nn.predict",
             # By the linearised network, as `fedppl.nn.predict` predicts.
             held_out=lambda client, rows, personal, message, draws, rng: log_densities(
                 rows.view(network_of), inferred(client, message, rng), draws, rng
@@ -176,7 +175,7 @@ def FedSI(
 
 def _check(client: ClientView, *, tuning: _common.Tuning) -> None:
     _common.check_network(client, "nn.FedSI", "shared", tuning.which)
-    _common.check_unknowns(client, "nn.FedSI", "shared")
+    _common.check_unknowns(client, "shared")
 
 
 def _prior_variance(variance: Array, declared: float, settings: _Settings) -> Array:
@@ -252,8 +251,7 @@ def _update_server(
     count = _count(settings, len(mean))
     if count < min(_FEW, len(mean)) and not settings.diagonal:
         message += (
-            f". A client infers {count} of {len(mean)} shared weights (ratio={settings.ratio:g}), and the others are "
-            "points: raise ratio=, to 1 for all"
+            f". A client infers {count} of {len(mean)} shared weights, ratio={settings.ratio:g}: raise it, to 1 for all"
         )
     variance = np.where(uncertain > 0, np.maximum(variance, _NARROW), settings.alpha)
     after = SubnetworkState(mean, variance, 0.0, uncertain)

@@ -197,7 +197,7 @@ def _confidence(q: HeadClientState, centre: Array, settings: _Settings) -> float
 def _heads(parts: _Parts, settings: _Settings) -> tuple[Sent, Array, Array, Flags]:
     """The M-step on τ_j at the new w, then steps on q_j, at clients with one network.
 
-    With means and sds (K, d) of q_j, and which are finite (K,), which is an error of a client alone.
+    Returns what they were sent, means and sds (K, d) of q_j, and which are finite (K,); one client alone raises.
     """
     sent = sent_to(parts, settings.head)
     starts = [_start(centre, part.personal, settings) for centre, part in zip(sent.centres, parts, strict=True)]
