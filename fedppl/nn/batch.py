@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import warnings
 import weakref
@@ -17,10 +18,10 @@ from torch import Tensor, nn
 from fedppl.contracts import ClientView
 from fedppl.nn import functional
 from fedppl.nn.functional import Places
-from fedppl.nn.head import Head, features, logits, of_draws, without_head
+from fedppl.nn.head import Head, logits, of_draws, without_head
 from fedppl.nn.likelihood import Categorical
 from fedppl.nn.personal import head_noise
-from fedppl.nn.train import GROWTH, RISE, Pulls, Training, loss_at, optimizer_of, pulls_of, slopes_of, train
+from fedppl.nn.train import GROWTH, RISE, Pulls, Training, optimizer_of, pulls_of, slopes_of, train
 from fedppl.nn.unit import NetworkUnit, Pair, outcomes
 from fedppl.nn.view import network_of
 from fedppl.types import Array, Rng
@@ -257,11 +258,26 @@ def _trained(
     """Weights (K, d) after all steps, and at which clients they stayed bounded and the loss did not rise far."""
     take_steps(stack, weights, settings, rngs, loss, pulls)
     trained, most = weights.result(W), GROWTH * (1.0 + np.max(np.abs(W), axis=1, initial=0.0))
-    before, after = (
-        np.array([loss_at(unit, w, dtype=stack.dtype) for unit, w in zip(stack.units, each, strict=True)])
-        for each in (W, trained)
-    )
+    before, after = _losses(stack, W), _losses(stack, trained)
     return trained, (after <= before + RISE) & (np.max(np.abs(trained), axis=1, initial=0.0) <= most)
+
+
+def _losses(stack: Stack, W: Array) -> Array:
+    """Mean loss of each client on all of its rows, (K,)."""
+    parts = zip(stack.units, _outputs(stack, stack.net, W), torch.split(stack.y, stack.rows.tolist()), strict=True)
+    return np.array([float(unit.likelihood.mean(output, y)) for unit, output, y in parts])
+
+
+def _outputs(stack: Stack, net: nn.Module, W: Array) -> list[Tensor]:
+    """Outputs of each client's rows, by the network or by layers of it, at weights W (K, d)."""
+    flat, slices = functional.tensor(W, stack.dtype, stack.X.device), functional.parameter_slices(stack.net)
+    values = {name: flat[:, slices[name]].reshape(len(W), *value.shape) for name, value in net.named_parameters()}
+    buffers, outputs = functional.buffers_of(net, stack.dtype, stack.X.device), []
+    with torch.no_grad():
+        for k, X in enumerate(torch.split(stack.X, stack.rows.tolist())):
+            state = {**buffers, **{name: value[k] for name, value in values.items()}}
+            outputs.append(functional.by_parts(net, functools.partial(functional.call, net, state), X))
+    return outputs
 
 
 def take_steps(
@@ -316,13 +332,12 @@ def _epoch(stack: Stack, size: int, rngs: Rngs) -> Iterator[Minibatch]:
 # Heads, and the layers below them -------------------------------------------------------------------------------------
 
 
-def heads_rows(units: Sequence[NetworkUnit], head: Head, W: Array) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
+def heads_rows(stack: Stack, head: Head, W: Array) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
     """Features (K, n, h) of clients' rows at weights W (K, D), their outcomes and numbers; zeros follow a last row."""
-    body = without_head(copy.deepcopy(units[0].net), head)
-    parts = [features(unit, head, w, body=body) for unit, w in zip(units, W, strict=True)]
-    outcomes_of = [outcomes(unit, torch.float32) for unit in units]
+    parts = _outputs(stack, without_head(copy.deepcopy(stack.net), head), W)
+    outcomes_of = torch.split(stack.y, stack.rows.tolist())
     z, y = (nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (parts, outcomes_of))
-    return z, y, np.array([len(rows) for rows in parts])
+    return z, y, stack.rows
 
 
 def train_below_together(

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -39,7 +41,7 @@ _lock = threading.Lock()
 
 def cut(flat: Any, shapes: Mapping[Any, tuple[int, ...]]) -> dict[Any, Any]:
     """Pieces of a flat vector, one after the other, in these shapes."""
-    ends = np.cumsum([0, *(int(np.prod(shape, dtype=int)) for shape in shapes.values())]).tolist()
+    ends = [0, *accumulate(math.prod(shape) for shape in shapes.values())]
     return {key: flat[ends[i] : ends[i + 1]].reshape(shape) for i, (key, shape) in enumerate(shapes.items())}
 
 
@@ -211,7 +213,7 @@ def parts_of(net: nn.Module, shape: Sequence[int]) -> list[slice]:
     rows, *row = shape
     layers = (layer for layer in net.modules() if not isinstance(layer, _EMBEDDINGS))
     values = (value for layer in layers for value in layer.parameters(recurse=False) if value.ndim)
-    width = max(1, int(np.prod(row, dtype=int)), *(value.shape[0] for value in values))
+    width = max(1, math.prod(row), *(value.shape[0] for value in values))
     size = max(1, _NUMBERS // width)
     return [slice(start, start + size) for start in range(0, max(rows, 1), size)]
 

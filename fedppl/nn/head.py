@@ -77,16 +77,10 @@ def without_head(net: nn.Module, head: Head) -> nn.Module:
 
 
 def features(
-    unit: NetworkUnit,
-    head: Head,
-    w: Array,
-    *,
-    X: Array | None = None,
-    body: nn.Module | None = None,
-    dtype: torch.dtype = torch.float32,
+    unit: NetworkUnit, head: Head, w: Array, *, X: Array | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The head's inputs (n, h) for the client's rows, or for X, by the network without it, `body`."""
-    body = without_head(copy.deepcopy(unit.net), head) if body is None else body
+    """The head's inputs (n, h) for the client's rows, or for X."""
+    body = without_head(copy.deepcopy(unit.net), head)
     own = {name for name, _ in (*body.named_parameters(), *body.named_buffers())}
     state = {name: value for name, value in unit.state(w, dtype).items() if name in own}
     with torch.no_grad():

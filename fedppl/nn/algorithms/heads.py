@@ -204,7 +204,7 @@ def _heads(parts: _Parts, settings: _Settings) -> tuple[Sent, Array, Array, Flag
     mean, sd, finite = head_posteriors(
         sent.units[0].likelihood,
         sent.head,
-        heads_rows(sent.units, sent.head, sent.W),
+        heads_rows(stacked(sent.units), sent.head, sent.W),
         (np.stack([q.mean for q, _ in starts]), np.stack([q.sd for q, _ in starts])),
         sent.centres,
         np.array([confidence for _, confidence in starts]),
