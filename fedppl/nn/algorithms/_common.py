@@ -77,7 +77,7 @@ def check_network(client: ClientView, algorithm: str, *trained: str | tuple[str,
     if wrong:
         raise DeclarationError(
             f"the prior of {', '.join(f'{name!r} ({kinds[name]})' for name in wrong)} is not one of independent "
-            f"normals, as {algorithm} needs; use pm.Normal, or pm.LogNormal for a scale or a step of cut points."
+            f"normals, as {algorithm} needs; use pm.Normal with constant parameters, or pm.LogNormal for a scale."
         )
     for which in trained:
         if which is not None:
