@@ -335,7 +335,7 @@ def _epoch(stack: Stack, size: int, rngs: Rngs) -> Iterator[Minibatch]:
 def heads_rows(stack: Stack, head: Head, W: Array) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
     """Features (K, n, h) of clients' rows at weights W (K, D), their outcomes and numbers; zeros follow a last row."""
     parts = _outputs(stack, without_head(copy.deepcopy(stack.net), head), W)
-    outcomes_of = torch.split(stack.y, stack.rows.tolist())
+    outcomes_of = list(torch.split(stack.y, stack.rows.tolist()))
     z, y = (nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (parts, outcomes_of))
     return z, y, stack.rows
 

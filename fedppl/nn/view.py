@@ -181,11 +181,11 @@ def _require_same_density(client: ClientModel, unit: NetworkUnit) -> None:
         declared = client.log_density(phi, theta)
         ours = log_likelihood(unit, unit.weights(phi, theta)) + unit.declared.local_prior.log_density(theta)
         densities.append(np.array([declared, ours]))
-        _require_near(unit, "log density is", *densities[-1])
+        _require_near(unit, "log density is", declared, ours)
     # Beside large outcomes the density's constant hides an error in the weights' part, which a difference shows.
     first, second = densities
-    rounding = _ROUNDING * float(abs(first[1]) + abs(second[1]))
-    _require_near(unit, "log density rises by", *(second - first), rounding=rounding)
+    declared, ours = second - first
+    _require_near(unit, "log density rises by", declared, ours, _ROUNDING * float(abs(first[1]) + abs(second[1])))
 
 
 def _require_near(unit: NetworkUnit, what: str, declared: float, ours: float, rounding: float = 0.0) -> None:
