@@ -141,11 +141,7 @@ def FedSI(
         name="nn.FedSI",
         settings=described(settings, tuning=tuning),
         init=_init,
-        broadcast=lambda state, client_id: {
-            "mean": state.mean,
-            "variance": state.variance,
-            "declared": np.array(state.declared),
-        },
+        broadcast=_broadcast,
         update_client=batch.update_client,
         update_server=functools.partial(_update_server, settings=settings),
         replies=Replies(
@@ -176,6 +172,10 @@ def FedSI(
 def _check(client: ClientView, *, tuning: _common.Tuning) -> None:
     _common.check_network(client, "nn.FedSI", "shared", tuning.which)
     _common.check_unknowns(client, "shared")
+
+
+def _broadcast(state: SubnetworkState, client_id: str) -> Message:
+    return {"mean": state.mean, "variance": state.variance, "declared": np.array(state.declared)}
 
 
 def _prior_variance(variance: Array, declared: float, settings: _Settings) -> Array:
