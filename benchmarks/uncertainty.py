@@ -174,7 +174,7 @@ def last_layer(own: Any, data: dict[str, np.ndarray], precision: float) -> Chanc
 
     from fedppl.nn.view import network_of
 
-    net = own.client.view(network_of).unit.loaded(own.weights)
+    net = own.client.view(network_of).loaded(own.weights)
     last = net[-1]
 
     def features(pixels: np.ndarray) -> np.ndarray:

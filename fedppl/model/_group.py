@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytensor.tensor as pt
 from pymc.distributions.continuous import FlatRV, HalfFlatRV
+from pytensor.graph.basic import equal_computations
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
 
@@ -276,17 +277,43 @@ _FAR = 1e9  # beyond the thresholds of models, and within 32 bits
 
 
 def _ignores_data(declared: Declared, client_id: str, arrays: Mapping[str, Any], parts: _graph.Parts | None) -> bool:
-    """Whether observed variables and potentials are the same graphs on altered data, and on data far away.
+    """Whether log p of the observed variables and potentials is the same graph on altered data, and on data far away.
 
     False where a container is above them, and where the builder fails on other data.
     """
     build = functools.partial(parts_of, declared, client_id)
     parts = parts or _public.attempt(build, arrays)
-    if parts is None or not set(ancestors(_same.observed_terms(parts))).isdisjoint(parts.data):
+    if parts is None or not (ends := _ends(parts))[1].isdisjoint(parts.data):
+        return False
+    logp, inputs = _likelihood(parts, *ends)
+    if not set(ancestors([logp])).isdisjoint(parts.data):
         return False
     far = ({k: v if v.dtype.kind != "f" else v + by for k, v in arrays.items()} for by in (-_FAR, _FAR))
-    altered = itertools.chain(_public.rebuilt(build, arrays) or (None,), (_public.attempt(build, one) for one in far))
-    return all(other is not None and _same.same_terms(parts, other, _same.observed_terms) for other in altered)
+    rebuilt = _public.rebuilt(build, arrays) or (None,)
+    for other in itertools.chain(rebuilt, (_public.attempt(build, one) for one in far)):
+        if other is None:
+            return False
+        other_logp, other_inputs = _likelihood(other, *_ends(other))
+        if [v.type for v in inputs] != [v.type for v in other_inputs]:
+            return False
+        if not equal_computations([logp], [other_logp], in_xs=inputs, in_ys=other_inputs):
+            return False
+    return True
+
+
+def _ends(parts: _graph.Parts) -> tuple[list[Any], set[Any]]:
+    """Observed variables and potentials, and all their ancestors as declared."""
+    model = parts.model
+    ends = [term for term in parts.site_terms if term not in parts.local]
+    return ends, set(ancestors([*ends, *(model.rvs_to_values[rv] for rv in model.observed_RVs)]))
+
+
+def _likelihood(parts: _graph.Parts, ends: list[Any], above: set[Any]) -> tuple[Any, list[Any]]:
+    """log p of observed variables, with the local variables above them, and its inputs."""
+    model = parts.model
+    logp = model.logp(vars=[*(rv for rv in parts.local if rv in above), *ends], sum=True)
+    values = [model.rvs_to_values[rv] for rv in model.free_RVs]
+    return logp, [*values, *parts.data, *model.dim_lengths.values()]
 
 
 # Checks of a client's model at its start, and against the other clients -----------------------------------------------

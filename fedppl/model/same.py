@@ -151,12 +151,6 @@ def declared_outputs(parts: _graph.Parts) -> list[Any]:
     return [*_graph.declared(parts.model), *parts.model.deterministics]
 
 
-def observed_terms(parts: _graph.Parts) -> list[Any]:
-    """Observed variables, their values, and potentials of a client's rows."""
-    terms = [term for term in parts.site_terms if term not in parts.local]
-    return [*terms, *(parts.model.rvs_to_values[rv] for rv in parts.model.observed_RVs)]
-
-
 def streams(outputs: Sequence[Any]) -> list[Any]:
     """Generators of random variables in the order of the graph: each build has its own, and no density reads them."""
     return [v for v in ancestors(outputs) if v.owner is None and isinstance(v.type, RandomType)]

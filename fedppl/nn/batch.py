@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import warnings
 import weakref
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from fedppl.contracts import ClientView
 from fedppl.nn import functional
@@ -19,47 +21,34 @@ from fedppl.nn.functional import Places
 from fedppl.nn.head import Head, logits, of_draws, without_head
 from fedppl.nn.likelihood import Categorical
 from fedppl.nn.personal import head_noise
-from fedppl.nn.train import GROWTH, RISE, Pulls, Training, optimizer_of, pulls_of, slopes_of
-from fedppl.nn.unit import NetworkUnit, outcomes
+from fedppl.nn.train import GROWTH, RISE, Pulls, Training, optimizer_of, pulls_of, slopes_of, train
+from fedppl.nn.unit import NetworkUnit, Pair, outcomes
 from fedppl.nn.view import network_of
-from fedppl.types import Array
+from fedppl.types import Array, Rng
 
 FEWEST = 4  # clients in a batch: fewer are faster one by one
 _WEIGHTS = 24e6  # bytes of weights, moments and slopes in a batch, which a cache should hold
 _ROWS = 128e6  # bytes of rows in a batch, and of the widest layer's outputs
 _BYTES = 4  # of a number in float32
 # Elementwise layers, for which rows of many clients are like those of one.
-_ELEMENTWISE = (
-    torch.nn.Identity,
-    torch.nn.ReLU,
-    torch.nn.Tanh,
-    torch.nn.Sigmoid,
-    torch.nn.GELU,
-    torch.nn.SiLU,
-    torch.nn.ELU,
-    torch.nn.LeakyReLU,
-    torch.nn.Softplus,
-)
+_ELEMENTWISE = (nn.Identity, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Softplus)
 # Parameters and buffers of all clients (K, ...) by torch's names, and inputs (K, b, ...), to outputs (K, b, C).
-Forward = Callable[[dict[str, torch.Tensor], torch.Tensor], torch.Tensor]
+Forward = Callable[[dict[str, Tensor], Tensor], Tensor]
 
 _lock = threading.Lock()
-_agreement: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+_agreement: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 class Stack(NamedTuple):
     """Rows of clients with one network."""
 
     units: tuple[NetworkUnit, ...]  # from the one with most rows to the one with fewest
-    net: torch.nn.Module  # of this thread
-    X: torch.Tensor  # rows of all, one client after the other, (N, ...)
-    y: torch.Tensor
+    net: nn.Module  # of this thread
+    dtype: torch.dtype  # of the computations
+    X: Tensor  # rows of all, one client after the other, (N, ...)
+    y: Tensor
     rows: NDArray[np.int64]  # numbers of rows, (K,)
     first: NDArray[np.int64]  # where each client's rows begin, (K,)
-
-    def client(self, k: int) -> slice:
-        """The rows of a client."""
-        return slice(int(self.first[k]), int(self.first[k] + self.rows[k]))
 
 
 def stacked(units: Sequence[NetworkUnit], dtype: torch.dtype = torch.float32) -> Stack:
@@ -67,12 +56,12 @@ def stacked(units: Sequence[NetworkUnit], dtype: torch.dtype = torch.float32) ->
     rows = np.array([len(unit.X) for unit in units], dtype=np.int64)
     X = torch.cat([unit.tensor(unit.X, dtype) for unit in units])
     y = torch.cat([outcomes(unit, dtype) for unit in units])
-    return Stack(tuple(units), units[0].net, X, y, rows, np.concatenate([[0], np.cumsum(rows)[:-1]]))
+    return Stack(tuple(units), units[0].net, dtype, X, y, rows, np.concatenate([[0], np.cumsum(rows)[:-1]]))
 
 
 def groups(clients: Sequence[ClientView]) -> list[list[int]]:
     """Places of clients that are trained in one batch: of one network, by falling numbers of rows, within a cache."""
-    units = [client.view(network_of).unit for client in clients]
+    units = [client.view(network_of) for client in clients]
     by_kind: dict[tuple[object, ...], list[int]] = {}
     for place, unit in enumerate(units):
         kind = (id(unit.declared), unit.X.shape[1:], unit.X.dtype, unit.y.shape[1:], unit.y.dtype)
@@ -108,7 +97,7 @@ def _can_batch(unit: NetworkUnit) -> bool:
 
 def _agrees(unit: NetworkUnit) -> bool:
     """Try two clients' weights on two rows each. Convolutions are excluded: a batch of them takes 1.5 times as long."""
-    if any(isinstance(layer, torch.nn.modules.conv._ConvNd) for layer in unit.net.modules()):
+    if any(isinstance(layer, nn.modules.conv._ConvNd) for layer in unit.net.modules()):
         return False
     X = unit.tensor(unit.X[[0, min(1, len(unit.X) - 1)]], torch.float64)
     initial = unit.tensor(unit.initial, torch.float64)
@@ -132,89 +121,87 @@ def _agrees(unit: NetworkUnit) -> bool:
     return inputs_stayed and output.shape == expected.shape and torch.allclose(output, expected, rtol=1e-9, atol=1e-9)
 
 
-def forward(net: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> Forward:
+def forward(net: nn.Module, dtype: torch.dtype, device: torch.device) -> Forward:
     """The network for stacked weights: by layers where all are linear or elementwise, else by `torch.func.vmap`."""
     layers = _layers(net, "")
     if layers is None:
         buffers = functional.buffers_of(net, dtype, device)
         return torch.func.vmap(lambda state, X: functional.call(net, {**state, **buffers}, X))
 
-    def through(state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
+    def through(state: dict[str, Tensor], X: Tensor) -> Tensor:
         for name, layer in layers:
-            if isinstance(layer, torch.nn.Linear):
+            if isinstance(layer, nn.Linear):
                 weight, bias = state[f"{name}weight"], state.get(f"{name}bias")  # (K, o, i), (K, o)
                 X = torch.bmm(X, weight.mT) if bias is None else torch.baddbmm(bias[:, None], X, weight.mT)
             else:
-                X = X.flatten(2) if isinstance(layer, torch.nn.Flatten) else layer(X)
+                X = X.flatten(2) if isinstance(layer, nn.Flatten) else layer(X)
         return X
 
     return through
 
 
-def _layers(net: torch.nn.Module, name: str) -> list[tuple[str, torch.nn.Module]] | None:
+def _layers(net: nn.Module, name: str) -> list[tuple[str, nn.Module]] | None:
     """Layers in order with the prefix of their parameters' names; None where the network is more than these."""
     if net._forward_hooks or net._forward_pre_hooks:
         return None
-    if type(net) is torch.nn.Sequential:
+    if type(net) is nn.Sequential:
         parts = [_layers(layer, f"{name}{key}.") for key, layer in net._modules.items() if layer is not None]
         if any(part is None for part in parts):
             return None
         layers = [layer for part in parts if part is not None for layer in part]
-        linear = [id(layer) for _, layer in layers if isinstance(layer, torch.nn.Linear)]
+        linear = [id(layer) for _, layer in layers if isinstance(layer, nn.Linear)]
         return layers if len(set(linear)) == len(linear) else None  # a layer that is used twice has one name
-    flat = type(net) is torch.nn.Flatten and (net.start_dim, net.end_dim) == (1, -1)
-    return [(name, net)] if flat or type(net) in (torch.nn.Linear, *_ELEMENTWISE) else None
+    flat = type(net) is nn.Flatten and (net.start_dim, net.end_dim) == (1, -1)
+    return [(name, net)] if flat or type(net) in (nn.Linear, *_ELEMENTWISE) else None
 
 
 # Training of all weights ----------------------------------------------------------------------------------------------
 
-Rngs = Sequence[np.random.Generator]
+Rngs = Sequence[Rng]
 Flags = NDArray[np.bool_]
-State = dict[str, torch.Tensor]
+State = dict[str, Tensor]
 
 
 class Minibatch(NamedTuple):
     """Rows of one step, of the clients that take it: the first A, since clients are sorted by rows."""
 
-    X: torch.Tensor  # (A, b, ...)
-    y: torch.Tensor  # (A, b, ...)
-    share: torch.Tensor  # of a row in the mean of its client, (A, b); 0 where the client has fewer rows than others
+    X: Tensor  # (A, b, ...)
+    y: Tensor  # (A, b, ...)
+    share: Tensor  # of a row in the mean of its client, (A, b); 0 where the client has fewer rows than others
 
 
-LossFn = Callable[[State, Minibatch], torch.Tensor]  # the sum over clients of their losses
+LossFn = Callable[[State, Minibatch], Tensor]  # the sum over clients of their losses
 
 
 class Weights:
-    """Weights of clients, stacked by parameter; the `moving` ones, with weights at `free`, are leaves, (K, ...).
+    """Weights of clients, stacked by parameter; those that are `moving` are leaves, (K, ...).
 
     Matrices of linear layers are transposed in memory, so that slopes need no copy.
     """
 
-    def __init__(self, net: torch.nn.Module, W: Array, free: Places, dtype: torch.dtype, device: torch.device) -> None:
-        chosen = np.zeros(W.shape[1], dtype=bool)
-        chosen[free] = True
-        self._slices, self._device = functional.parameter_slices(net), device
-        self._shapes = {name: value.shape for name, value in net.named_parameters()}
+    def __init__(self, stack: Stack, W: Array, free: Places) -> None:
+        self._slices, self._stack = functional.parameter_slices(stack.net), stack
+        self._shapes = {name: value.shape for name, value in stack.net.named_parameters()}
         self._transposed = {
             f"{name}.weight" if name else "weight"
-            for name, layer in net.named_modules()
-            if type(layer) is torch.nn.Linear
+            for name, layer in stack.net.named_modules()
+            if type(layer) is nn.Linear
         }
-        values = {name: self._cut(W, name, dtype) for name in self._slices}
-        self.moving = {name: value for name, value in values.items() if chosen[self._slices[name]].any()}
-        self._fixed = {name: self._shown(name, value) for name, value in values.items() if name not in self.moving}
-        self._first: dict[int, tuple[list[torch.Tensor], State]] = {}
+        values = {name: self._cut(W, name) for name in self._slices}
+        self.moving = {name: values.pop(name) for name in stack.units[0].names_at(free)}
+        self._fixed = {name: self._shown(name, value) for name, value in values.items()}
+        self._first: dict[int, tuple[list[Tensor], State]] = {}
 
-    def _cut(self, values: NDArray[np.generic], name: str, dtype: torch.dtype) -> torch.Tensor:
+    def _cut(self, values: Array, name: str) -> Tensor:
         """One parameter of flat vectors (K, d), in its layout in memory."""
-        part = functional.tensor(np.asarray(values[:, self._slices[name]], dtype=float), dtype, self._device)
+        part = functional.tensor(values[:, self._slices[name]], self._stack.dtype, self._stack.X.device)
         part = part.view(len(values), *self._shapes[name])
         return (part.mT if name in self._transposed else part).contiguous()
 
-    def _shown(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def _shown(self, name: str, value: Tensor) -> Tensor:
         return value.mT if name in self._transposed else value
 
-    def first(self, count: int) -> tuple[list[torch.Tensor], State]:
+    def first(self, count: int) -> tuple[list[Tensor], State]:
         """Leaves of the first clients, which require gradients, and views of all their parameters."""
         if count not in self._first:
             leaves = {name: value[:count].detach().requires_grad_() for name, value in self.moving.items()}
@@ -223,14 +210,9 @@ class Weights:
             self._first[count] = list(leaves.values()), {**fixed, **shown}
         return self._first[count]
 
-    def client(self, k: int) -> State:
-        """Parameters of one client."""
-        moving = {name: self._shown(name, value)[k] for name, value in self.moving.items()}
-        return {**{name: value[k] for name, value in self._fixed.items()}, **moving}
-
-    def like(self, values: Array) -> list[torch.Tensor]:
+    def like(self, values: Array) -> list[Tensor]:
         """Flat vectors (K, d) cut like the moving parameters."""
-        return [self._cut(values, name, value.dtype) for name, value in self.moving.items()]
+        return [self._cut(values, name) for name in self.moving]
 
     def result(self, W: Array) -> Array:
         """Flat vectors (K, d) with the moved weights."""
@@ -240,61 +222,62 @@ class Weights:
         return moved
 
 
-def train_together(
-    stack: Stack,
-    W: Array,
-    free: Places,
-    settings: Training,
-    rngs: Rngs,
-    *,
-    priors: Sequence[tuple[Array, Array]] | None = None,
-    dtype: torch.dtype = torch.float32,
+def train_each(
+    units: Sequence[NetworkUnit], W: Array, free: Places, settings: Training, rngs: Rngs, priors: Sequence[Pair] | None
 ) -> tuple[Array, Flags]:
-    """`fedppl.nn.train.train` at each client, from weights W (K, d), of which those in `free` move.
+    """`train_together` at several clients; at one alone `train`, which raises `LocalFailure`."""
+    if len(units) > 1:
+        return train_together(stacked(units), W, free, settings, rngs, priors)
+    w = train(units[0], W[0], free, settings, rngs[0], prior=None if priors is None else priors[0])
+    return w[None], np.ones(1, dtype=bool)
+
+
+def train_together(
+    stack: Stack, W: Array, free: Places, settings: Training, rngs: Rngs, priors: Sequence[Pair] | None = None
+) -> tuple[Array, Flags]:
+    """`train` at each client, from weights W (K, d), of which those in `free` move.
 
     `priors` are means and precisions by client. Returns weights (K, d), and which clients' training succeeded; weights
     of the others are invalid.
     """
-    weights, through = Weights(stack.net, W, free, dtype, stack.X.device), forward(stack.net, dtype, stack.X.device)
+    weights, through = Weights(stack, W, free), forward(stack.net, stack.dtype, stack.X.device)
     likelihood = stack.units[0].likelihood
 
-    def loss(state: State, batch: Minibatch) -> torch.Tensor:
+    def loss(state: State, batch: Minibatch) -> Tensor:
         each = likelihood.each(through(state, batch.X).flatten(0, 1), batch.y.flatten(0, 1))
         return torch.dot(each, batch.share.flatten())
 
     prior = None if priors is None else (np.stack([mean for mean, _ in priors]), np.stack([p for _, p in priors]))
     pulls = pulls_of(weights.like, W, free, prior, stack.rows[:, None])
-    return _trained(stack, weights, W, settings, rngs, loss, dtype, pulls)
+    return _trained(stack, weights, W, settings, rngs, loss, pulls)
 
 
 def _trained(
-    stack: Stack,
-    weights: Weights,
-    W: Array,
-    settings: Training,
-    rngs: Rngs,
-    loss: LossFn,
-    dtype: torch.dtype,
-    pulls: Pulls = None,
+    stack: Stack, weights: Weights, W: Array, settings: Training, rngs: Rngs, loss: LossFn, pulls: Pulls = None
 ) -> tuple[Array, Flags]:
     """Weights (K, d) after all steps, and at which clients they stayed bounded and the loss did not rise far."""
-    before = losses(stack, weights, dtype)
     take_steps(stack, weights, settings, rngs, loss, pulls)
-    after = losses(stack, weights, dtype)
     trained, most = weights.result(W), GROWTH * (1.0 + np.max(np.abs(W), axis=1, initial=0.0))
+    before, after = _losses(stack, W), _losses(stack, trained)
     return trained, (after <= before + RISE) & (np.max(np.abs(trained), axis=1, initial=0.0) <= most)
 
 
-def losses(stack: Stack, weights: Weights, dtype: torch.dtype) -> Array:
+def _losses(stack: Stack, W: Array) -> Array:
     """Mean loss of each client on all of its rows, (K,)."""
-    buffers = functional.buffers_of(stack.net, dtype, stack.X.device)
-    values = np.empty(len(stack.units))
+    parts = zip(stack.units, _outputs(stack, stack.net, W), torch.split(stack.y, stack.rows.tolist()), strict=True)
+    return np.array([float(unit.likelihood.mean(output, y)) for unit, output, y in parts])
+
+
+def _outputs(stack: Stack, net: nn.Module, W: Array) -> list[Tensor]:
+    """Outputs of each client's rows, by the network or by layers of it, at weights W (K, d)."""
+    flat, slices = functional.tensor(W, stack.dtype, stack.X.device), functional.parameter_slices(stack.net)
+    values = {name: flat[:, slices[name]].reshape(len(W), *value.shape) for name, value in net.named_parameters()}
+    buffers, outputs = functional.buffers_of(net, stack.dtype, stack.X.device), []
     with torch.no_grad():
-        for k, unit in enumerate(stack.units):
-            rows = stack.client(k)
-            output = functional.call(stack.net, {**weights.client(k), **buffers}, stack.X[rows])
-            values[k] = float(unit.likelihood.mean(output, stack.y[rows]))
-    return values
+        for k, X in enumerate(torch.split(stack.X, stack.rows.tolist())):
+            state = {**buffers, **{name: value[k] for name, value in values.items()}}
+            outputs.append(functional.by_parts(net, functools.partial(functional.call, net, state), X))
+    return outputs
 
 
 def take_steps(
@@ -327,14 +310,14 @@ def _epoch(stack: Stack, size: int, rngs: Rngs) -> Iterator[Minibatch]:
     width = int(min(size, rows[0]))
     steps = -(-rows // size)
     order = np.empty((len(rows), int(steps[0]) * width), dtype=np.int64)
-    share = np.zeros(order.shape, dtype=np.float32 if stack.X.dtype != torch.float64 else float)
+    share = np.zeros(order.shape)
     for k, rng in enumerate(rngs):
         n, last = int(rows[k]), int(steps[k] - 1) * width
         order[k, :n] = stack.first[k] + rng.permutation(n)
         order[k, n:] = order[k, last]  # a row of the same batch
         share[k, :last], share[k, last:n] = 1.0 / width, 1.0 / (n - last)
     place = stack.X.device
-    places, shares = torch.from_numpy(order).to(place), torch.from_numpy(share).to(place)
+    places, shares = torch.from_numpy(order).to(place), torch.from_numpy(share).to(stack.dtype).to(place)
     buffer = stack.X.new_empty(len(rows) * width, *stack.X.shape[1:])  # reused in each step
     for step in range(int(steps[0])):
         count, start = int(np.sum(steps > step)), step * width
@@ -349,44 +332,28 @@ def _epoch(stack: Stack, size: int, rngs: Rngs) -> Iterator[Minibatch]:
 # Heads, and the layers below them -------------------------------------------------------------------------------------
 
 
-def heads_rows(stack: Stack, head: Head, W: Array) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features (K, n, h) of clients' rows at weights W (K, D), and their outcomes; zeros follow a client's last row."""
-    body = without_head(copy.deepcopy(stack.net), head)
-    own = set(dict(body.named_parameters())) | set(dict(body.named_buffers()))
-    parts = []
-    with torch.no_grad():
-        for k, w in enumerate(W):
-            state = functional.state_of(stack.net, functional.tensor(w, torch.float32, stack.X.device))
-            parts.append(functional.call(body, {name: state[name] for name in own}, stack.X[stack.client(k)]))
-    outcomes_of = [stack.y[stack.client(k)] for k in range(len(W))]
-    z, y = (torch.nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (parts, outcomes_of))
-    return z, y
+def heads_rows(stack: Stack, head: Head, W: Array) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
+    """Features (K, n, h) of clients' rows at weights W (K, D), their outcomes and numbers; zeros follow a last row."""
+    parts = _outputs(stack, without_head(copy.deepcopy(stack.net), head), W)
+    outcomes_of = list(torch.split(stack.y, stack.rows.tolist()))
+    z, y = (nn.utils.rnn.pad_sequence(rows, batch_first=True) for rows in (parts, outcomes_of))
+    return z, y, stack.rows
 
 
 def train_below_together(
-    stack: Stack,
-    head: Head,
-    W: Array,
-    below: Places,
-    q: tuple[Array, Array],
-    settings: Training,
-    draws: int,
-    rngs: Rngs,
-    *,
-    dtype: torch.dtype = torch.float32,
+    stack: Stack, head: Head, W: Array, q: Pair, settings: Training, draws: int, rngs: Rngs
 ) -> tuple[Array, Flags]:
-    """`fedppl.nn.personal.train_below` at each client, for weights (K, D) and q (K, d).
+    """`train_below` at each client, for weights (K, D) and q (K, d).
 
     Returns weights (K, D), and at which clients the loss at the head's mean did not rise far: others train alone.
     """
-    body = without_head(copy.deepcopy(stack.net), head)
-    place = stack.X.device
-    weights, through = Weights(stack.net, W, below, dtype, place), forward(body, dtype, place)
+    body, dtype, place = without_head(copy.deepcopy(stack.net), head), stack.dtype, stack.X.device
+    weights, through = Weights(stack, W, head.below), forward(body, dtype, place)
     likelihood, own = stack.units[0].likelihood, [name for name, _ in body.named_parameters()]
     means, spreads = (functional.tensor(value, dtype, place) for value in q)
     noise = [head_noise(draws, means.shape[1], functional.generator_of(rng), dtype) for rng in rngs]
 
-    def loss(state: State, batch: Minibatch) -> torch.Tensor:
+    def loss(state: State, batch: Minibatch) -> Tensor:
         count = len(batch.X)
         drawn = torch.stack([next(each) for each in noise[:count]]).to(place)
         v = means[:count, None] + spreads[:count, None] * drawn
@@ -394,4 +361,4 @@ def train_below_together(
         each = likelihood.each_last(logits(head, z, v).flatten(0, 1), of_draws(batch.y, draws))
         return torch.sum(each.view(count, draws, -1) * batch.share[:, None]) / draws
 
-    return _trained(stack, weights, W, settings, rngs, loss, dtype)
+    return _trained(stack, weights, W, settings, rngs, loss)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -21,29 +23,34 @@ import torch
 from numpy.typing import NDArray
 from pytensor.graph.basic import equal_computations
 from pytensor.graph.traversal import ancestors
+from torch import Tensor, nn
 
-from fedppl.types import Array, DeclarationError
+from fedppl.types import Array, DeclarationError, Rng
 
 Places = NDArray[np.integer[Any]]  # positions in a flat vector of weights
-_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 # Inputs, or units of the widest layer, that are computed at once. With twice as many, the outputs of two convolutions
 # on small images in double precision exceed the cache, and a row takes 2.5 times as long.
 _NUMBERS = 2**17
 
 
 _thread = threading.local()
-_copies: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, torch.nn.Module]] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[nn.Module, tuple[str, nn.Module]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def pieces(net: torch.nn.Module, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+def cut(flat: Any, shapes: Mapping[Any, tuple[int, ...]]) -> dict[Any, Any]:
+    """Pieces of a flat vector, one after the other, in these shapes."""
+    ends = [0, *accumulate(math.prod(shape) for shape in shapes.values())]
+    return {key: flat[ends[i] : ends[i + 1]].reshape(shape) for i, (key, shape) in enumerate(shapes.items())}
+
+
+def pieces(net: nn.Module, flat: Tensor) -> dict[str, Tensor]:
     """Cut a flat vector into the network's parameters, views of it."""
-    shapes = {name: value.shape for name, value in net.named_parameters()}
-    cut = torch.split(flat, [shape.numel() for shape in shapes.values()])
-    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), cut, strict=True)}
+    return cut(flat, {name: value.shape for name, value in net.named_parameters()})
 
 
-def parameter_slices(net: torch.nn.Module) -> dict[str, slice]:
+def parameter_slices(net: nn.Module) -> dict[str, slice]:
     """Where each parameter lies in the flat vector."""
     slices, start = {}, 0
     for name, value in net.named_parameters():
@@ -52,10 +59,10 @@ def parameter_slices(net: torch.nn.Module) -> dict[str, slice]:
     return slices
 
 
-def cut(flat: Any, shapes: Mapping[Any, tuple[int, ...]]) -> dict[Any, Any]:
-    """Pieces of a flat vector, one after the other, in these shapes."""
-    ends = np.cumsum([0, *(int(np.prod(shape, dtype=int)) for shape in shapes.values())]).tolist()
-    return {key: flat[ends[i] : ends[i + 1]].reshape(shape) for i, (key, shape) in enumerate(shapes.items())}
+def positions(net: nn.Module, names: Iterable[str]) -> Places:
+    """Where the parameters of these names, in their order, lie in the flat vector."""
+    slices = parameter_slices(net)
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(np.r_[slices[name]] for name in names)])
 
 
 def reason(error: Exception) -> str:
@@ -63,14 +70,14 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def initial_of(net: torch.nn.Module) -> Array:
+def initial_of(net: nn.Module) -> Array:
     """The values of a network's parameters, (d,)."""
     return np.concatenate([host(value).ravel() for value in net.parameters()])
 
 
 def require_module(net: Any) -> None:
     """Refuse an object that is no network."""
-    if not isinstance(net, torch.nn.Module):
+    if not isinstance(net, nn.Module):
         raise DeclarationError(f"the network is {type(net).__name__}; pass a torch.nn.Module.")
 
 
@@ -78,31 +85,22 @@ def require_pure(net: Any) -> None:
     """Refuse a network whose output is no function of weights and inputs alone."""
     require_module(net)
     if not size_of(net):
-        raise DeclarationError(f"the network {type(net).__name__} has no parameters, so there is nothing to infer.")
-    frozen = [name for name, value in net.named_parameters() if not value.requires_grad]
-    if frozen:
-        raise DeclarationError(
-            f"parameters {frozen} are frozen (requires_grad=False), and every parameter is a free variable of the "
-            "model. Call requires_grad_(True), or make what is fixed a buffer."
-        )
+        raise DeclarationError(f"the network {type(net).__name__} has no parameters.")
+    if frozen := [name for name, value in net.named_parameters() if not value.requires_grad]:
+        raise DeclarationError(f"parameters {frozen} are frozen; call requires_grad_(True), or make them buffers.")
     if unreal := [name for name, value in net.named_parameters() if not value.is_floating_point()]:
-        raise DeclarationError(f"parameters {unreal} are no real numbers, and weights of a model are; use real layers.")
+        raise DeclarationError(f"parameters {unreal} are no real numbers; use real layers.")
     for name, layer in net.named_modules():
-        random = isinstance(layer, torch.nn.modules.dropout._DropoutNd) and layer.p > 0
+        kind = type(layer).__name__
+        random = isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
         if layer.training and (random or next(layer.buffers(recurse=False), None) is not None):
             what = "draws at random" if random else "changes its buffers"
-            raise DeclarationError(
-                f"layer {name or type(layer).__name__!r} ({type(layer).__name__}) {what} in training mode. Call "
-                "net.eval() before you declare the model, or use a layer without state (torch.nn.GroupNorm)."
-            )
+            raise DeclarationError(f"layer {name or kind!r} ({kind}) {what} in training mode; call net.eval() first.")
         if getattr(layer, "sparse", False) is True and isinstance(layer, _EMBEDDINGS):
-            raise DeclarationError(
-                f"layer {name or type(layer).__name__!r} ({type(layer).__name__}) has sparse=True, and its gradients "
-                "fit neither steps nor curvatures; make it with sparse=False, which gives the same output."
-            )
+            raise DeclarationError(f"layer {name or kind!r} ({kind}) has sparse=True; make it with sparse=False.")
 
 
-def copy_of(net: torch.nn.Module) -> torch.nn.Module:
+def copy_of(net: nn.Module) -> nn.Module:
     """A copy of a network, which its owner may change: the same until its layers, attributes or buffers do.
 
     The values of parameters do not enter what is computed, and are those of the first copy.
@@ -115,14 +113,13 @@ def copy_of(net: torch.nn.Module) -> torch.nn.Module:
                 cached = _copies[net] = digest, copy.deepcopy(net)
             except Exception as error:  # each attribute has exceptions of its own
                 raise DeclarationError(
-                    f"the network {type(net).__name__} cannot be copied ({reason(error)}), and each thread has its own "
-                    "copy. Keep locks, files and generators out of its attributes, and compute in forward what follows "
-                    "from parameters; torch.nn.utils.parametrizations.weight_norm replaces torch.nn.utils.weight_norm."
+                    f"the network {type(net).__name__} cannot be copied ({reason(error)}). Keep locks, files, "
+                    "generators and what parameters give (torch.nn.utils.parametrizations) out of its attributes."
                 ) from error
         return cached[1]
 
 
-def _digest_of(net: torch.nn.Module) -> str:
+def _digest_of(net: nn.Module) -> str:
     """A digest of a module's state without the values of its parameters."""
     digest = hashlib.sha256()
     for name, layer in net.named_modules(remove_duplicate=False):
@@ -139,10 +136,17 @@ def _key(value: Any, above: frozenset[int]) -> Any:
     identity = type(value).__qualname__, id(value)
     if isinstance(value, int | float | complex | str | bytes | None):
         return repr(value)
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        return _array_key(value, identity)
-    if isinstance(value, torch.nn.Module | type | ModuleType | FunctionType | MethodType) or id(value) in above:
+    if isinstance(value, nn.Module | type | ModuleType | FunctionType | MethodType) or id(value) in above:
         return identity
+    if isinstance(value, Tensor):
+        try:
+            dense = value if value.layout is torch.strided else value.to_dense()
+            value = host(torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense)
+        except (RuntimeError, NotImplementedError):  # no values, as on "meta", or a kind that torch cannot read
+            return identity
+    if isinstance(value, np.ndarray | np.generic):
+        digest = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
+        return identity if value.dtype == object else (value.dtype.str, np.shape(value), digest)
     above = above | {id(value)}
     if isinstance(value, Mapping):
         return {repr(key): _key(item, above) for key, item in value.items()}
@@ -153,22 +157,9 @@ def _key(value: Any, above: frozenset[int]) -> Any:
     return (*identity, _key(vars(value), above)) if hasattr(value, "__dict__") else identity
 
 
-def _array_key(value: Any, identity: tuple[str, int]) -> Any:
-    """A key of an array: type, shape and digest of its numbers."""
-    try:
-        if isinstance(value, torch.Tensor):
-            dense = value if value.layout is torch.strided else value.to_dense()
-            value = host(torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense)
-    except (RuntimeError, NotImplementedError):  # no values, as on "meta", or a kind that torch cannot read
-        return identity
-    if value.dtype == object:
-        return identity
-    return value.dtype.str, np.shape(value), hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()
-
-
-def own_copy(net: torch.nn.Module) -> torch.nn.Module:
+def own_copy(net: nn.Module) -> nn.Module:
     """A copy for this thread, with the network's buffers: torch swaps parameters in place while it evaluates others."""
-    copies: weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module]
+    copies: weakref.WeakKeyDictionary[nn.Module, nn.Module]
     copies = vars(_thread).setdefault("copies", weakref.WeakKeyDictionary())
     if (copied := copies.get(net)) is None:
         copied = copies[net] = copy.deepcopy(net)
@@ -178,22 +169,22 @@ def own_copy(net: torch.nn.Module) -> torch.nn.Module:
     return copied
 
 
-def size_of(net: torch.nn.Module) -> int:
+def size_of(net: nn.Module) -> int:
     """Number of weights, d."""
     return sum(value.numel() for value in net.parameters())
 
 
-def state_of(net: torch.nn.Module, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+def state_of(net: nn.Module, flat: Tensor) -> dict[str, Tensor]:
     """Parameters and buffers by name, in the flat vector's type and where it is."""
     return pieces(net, flat) | buffers_of(net, flat.dtype, flat.device)
 
 
-def buffers_of(net: torch.nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+def buffers_of(net: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Buffers by name, real ones in this type, on this device."""
     return {name: moved(value, dtype, device) for name, value in net.named_buffers()}
 
 
-def call(net: torch.nn.Module, state: dict[str, torch.Tensor], X: torch.Tensor) -> torch.Tensor:
+def call(net: nn.Module, state: dict[str, Tensor], X: Tensor) -> Tensor:
     """The output for these parameters and buffers, one tensor."""
     # Torch ties weights by all of their names. A layer that is used twice has two names, and after the call it would
     # hold plain tensors as parameters: here each layer gets its own once.
@@ -204,37 +195,37 @@ def call(net: torch.nn.Module, state: dict[str, torch.Tensor], X: torch.Tensor) 
             name_in_state = first.setdefault(id(value), full)
             if name_in_state in state:
                 complete[full] = state[name_in_state]
-    output: torch.Tensor = torch.func.functional_call(net, complete, (X,), tie_weights=False)
+    output: Tensor = torch.func.functional_call(net, complete, (X,), tie_weights=False)
     return output
 
 
 def gradients(
-    loss: torch.Tensor, leaves: Sequence[torch.Tensor], pull: torch.Tensor | None = None, *, keep: bool = False
-) -> tuple[torch.Tensor, ...]:
+    loss: Tensor, leaves: Sequence[Tensor], pull: Tensor | None = None, *, keep: bool = False
+) -> tuple[Tensor, ...]:
     """Gradients in the leaves, times `pull`, 0 where the loss has none; `keep` retains the graph for another call."""
     if not loss.requires_grad:
         return tuple(torch.zeros_like(leaf) for leaf in leaves)
     return torch.autograd.grad(loss, leaves, pull, retain_graph=keep, materialize_grads=True)
 
 
-def parts_of(net: torch.nn.Module, shape: Sequence[int]) -> list[slice]:
+def parts_of(net: nn.Module, shape: Sequence[int]) -> list[slice]:
     """Rows of inputs of this shape (n, ...) that are computed at once, so that memory does not grow with all rows."""
     rows, *row = shape
     layers = (layer for layer in net.modules() if not isinstance(layer, _EMBEDDINGS))
     values = (value for layer in layers for value in layer.parameters(recurse=False) if value.ndim)
-    width = max(1, int(np.prod(row, dtype=int)), *(value.shape[0] for value in values))
+    width = max(1, math.prod(row), *(value.shape[0] for value in values))
     size = max(1, _NUMBERS // width)
     return [slice(start, start + size) for start in range(0, max(rows, 1), size)]
 
 
-def by_parts(net: torch.nn.Module, compute: Callable[[torch.Tensor], torch.Tensor], X: torch.Tensor) -> torch.Tensor:
+def by_parts(net: nn.Module, compute: Callable[[Any], Tensor], X: Any) -> Tensor:
     """A function of rows at all of them, computed for some at a time."""
     parts = parts_of(net, X.shape)
     return compute(X) if len(parts) == 1 else torch.cat([compute(X[rows]) for rows in parts])
 
 
 @contextlib.contextmanager
-def hooked(layers: Mapping[str, torch.nn.Module], keep: Callable[[str, Any, torch.Tensor], Any]) -> Iterator[None]:
+def hooked(layers: Mapping[str, nn.Module], keep: Callable[[str, Any, Tensor], Any]) -> Iterator[None]:
     """Call `keep` with name, inputs and output of each of these layers; what it returns replaces the output."""
     with contextlib.ExitStack() as hooks:
         for name, layer in layers.items():
@@ -271,27 +262,21 @@ CPU = torch.device("cpu")
 _WITHOUT_FLOAT64 = ("mps",)
 
 
-def device_for(net: torch.nn.Module, device: Any) -> torch.device:
+def device_for(net: nn.Module, device: Any) -> torch.device:
     """The given device, or else the network's; refused are others, missing ones, and a network on several."""
+    subject = f"device={str(device)!r}"
     if device is None:
         devices = list(dict.fromkeys(value.device for value in net.parameters()))
         if len(devices) > 1:
-            raise DeclarationError(
-                f"the network's parameters are on {[str(place) for place in devices]}, and a client computes on one; "
-                'move it by net.to("cpu"), or say device="cpu".'
-            )
-        chosen, subject = devices[0], f"the network is on {str(devices[0])!r}, and it"
-    else:
-        subject = f"device={str(device)!r}"
-        try:
-            if not isinstance(device, str | torch.device):
-                raise TypeError(type(device).__name__)
-            chosen = torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise DeclarationError(
-                f'{subject} must be a device of torch, "cpu", "cuda", "cuda:1" or "mps" for example; leave it out for '
-                "the one that the network is on."
-            ) from error
+            places = [str(place) for place in devices]
+            raise DeclarationError(f'the network is on {places}; move it by net.to("cpu"), or say device="cpu".')
+        device, subject = devices[0], f"the network is on {str(devices[0])!r}, and it"
+    try:
+        if not isinstance(device, str | torch.device):
+            raise TypeError(type(device).__name__)
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeclarationError(f'{subject} must be a device of torch, such as "cpu", "cuda" or "mps".') from error
     if chosen.type == "cpu":
         return CPU
     try:  # a transfer there and back proves more than torch's own list of devices
@@ -300,8 +285,8 @@ def device_for(net: torch.nn.Module, device: Any) -> torch.device:
             raise ArithmeticError(f"1 + 1 comes back as {back:g}")
     except Exception as error:  # each device has exceptions of its own
         raise DeclarationError(
-            f"{subject} cannot be used on this machine ({reason(error)}). Devices differ between clients; take "
-            'device="cpu" here, or \'"cuda" if torch.cuda.is_available() else "cpu"\', or install a torch that has it.'
+            f'{subject} cannot be used on this machine ({reason(error)}); take device="cpu" here, '
+            'or \'"cuda" if torch.cuda.is_available() else "cpu"\'.'
         ) from error
     return probe.device  # with its number
 
@@ -311,38 +296,33 @@ def placed(device: torch.device, dtype: torch.dtype) -> torch.device:
     return CPU if dtype == torch.float64 and device.type in _WITHOUT_FLOAT64 else device
 
 
-def factored_on(device: torch.device) -> torch.device:
-    """The place where matrices are factored: not every torch factors and inverts them on "mps"."""
-    return CPU if device.type in _WITHOUT_FLOAT64 else device
-
-
-def cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Real numbers in this type; whole numbers as they are."""
     return value.to(dtype) if value.is_floating_point() else value
 
 
-def moved(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`cast`, on this device, in an order that needs no type which a device lacks."""
+def moved(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`cast`, on this device, in an order that needs no type that a device lacks."""
     return cast(value.to(device), dtype) if device.type == "cpu" else cast(value, dtype).to(device)
 
 
-def tensor(X: Array, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def tensor(X: Array, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers for torch: real ones in this type, whole ones as they are."""
     return moved(torch.from_numpy(np.ascontiguousarray(X)), dtype, device)
 
 
-def host(value: torch.Tensor) -> Array:
+def host(value: Tensor) -> Array:
     """Numbers for NumPy, in float64; they may be those of the tensor itself."""
     array: Array = value.detach().cpu().double().numpy()
     return array
 
 
-def generator_of(rng: np.random.Generator) -> torch.Generator:
+def generator_of(rng: Rng) -> torch.Generator:
     """Torch's draws from a client's stream, on the host: the same whatever the device."""
     return torch.Generator().manual_seed(int(rng.integers(2**62)))
 
 
-def taken(value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def taken(value: Tensor, rows: Tensor) -> Tensor:
     """Some of the rows, on any device."""
     return value[rows.to(value.device)]
 
@@ -351,14 +331,14 @@ class Computed(torch.autograd.Function):
     """Values (...) of what NumPy computes from x (..., d), with slopes (..., d)."""
 
     @staticmethod
-    def forward(context: Any, x: torch.Tensor, compute: Any) -> torch.Tensor:
+    def forward(context: Any, x: Tensor, compute: Any) -> Tensor:
         """Compute the values, and the slopes that `backward` needs."""
         values, slopes = compute(host(x))
         context.save_for_backward(tensor(np.asarray(slopes), x.dtype, x.device))
         return tensor(np.asarray(values), x.dtype, x.device).reshape(np.shape(values))
 
     @staticmethod
-    def backward(context: Any, upstream: torch.Tensor) -> Any:
+    def backward(context: Any, upstream: Tensor) -> Any:
         """Slopes of x."""
         (slopes,) = context.saved_tensors
         return slopes * upstream[..., None], None

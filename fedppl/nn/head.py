@@ -8,12 +8,13 @@ The outputs are linear in the head's weights v, so that the features z are compu
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
-from fedppl.nn.functional import Places, by_parts, call
+from fedppl.nn.functional import Places, by_parts, call, reason
 from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.unit import NetworkUnit
 from fedppl.types import Array, DeclarationError
@@ -26,55 +27,58 @@ class Head(NamedTuple):
 
     layer: str
     places: Places  # of its weights in w, (d,)
+    below: Places  # of all other weights
     matrix: slice  # of V, raveled, in these
     offset: slice  # of c in these; empty without one
     outputs: int
 
 
-def find_head(unit: NetworkUnit, names: tuple[str, ...], places: Places, w: Array) -> Head:
-    """The layer that has these parameters, a linear one whose output is the network's."""
+def head_of(unit: NetworkUnit, names: tuple[str, ...]) -> Head:
+    """The layer that has these parameters, a linear one whose output is the network's; checked once a network."""
+    if names in unit.heads:
+        return cast(Head, unit.heads[names])
     if unit.declared.unknowns:
-        raise DeclarationError(
-            f"{list(unit.declared.unknowns)} of the likelihood are unknown, and this algorithm computes a head alone; "
-            "declare constants in their place, or use fedppl.nn.FedSI or fedppl.nn.FedAvg."
-        )
-    owners = {name.rpartition(".")[0] for name in names}
+        unknown = list(unit.declared.unknowns)
+        raise DeclarationError(f"{unknown} of the likelihood are unknown; declare constants, or use fedppl.nn.FedSI.")
+    places, owners = unit.places(names), {name.rpartition(".")[0] for name in names}
     layer = next(iter(owners))
     module = unit.net.get_submodule(layer) if len(owners) == 1 else None
-    if not isinstance(module, torch.nn.Linear) or len(names) != len(list(module.parameters())):
+    if not isinstance(module, nn.Linear) or len(names) != len(list(module.parameters())):
         raise DeclarationError(
             f"head={names!r} must be all parameters of one torch.nn.Linear; the network has {list(unit.names)}."
         )
-    size = module.weight.numel()
-    head = Head(layer, places, slice(0, size), slice(size, len(places)), module.out_features)
-    v, ours, why = unit.tensor(np.asarray(w, dtype=float)[places], torch.float64), None, ""
+    size, w, X = module.weight.numel(), unit.initial, unit.X[:_LOOKED_AT]
+    below = np.setdiff1d(np.arange(unit.size), places)
+    head = Head(layer, places, below, slice(0, size), slice(size, len(places)), module.out_features)
+    v, ours, why = unit.tensor(w[places], torch.float64), None, ""
     with torch.no_grad():
-        output = call(unit.net, unit.state(w, torch.float64), unit.tensor(unit.X[:_LOOKED_AT], torch.float64))
+        output = call(unit.net, unit.state(w, torch.float64), unit.tensor(X, torch.float64))
         try:
-            z = features(unit, head, w, X=unit.X[:_LOOKED_AT], dtype=torch.float64)
+            z = features(unit, head, w, X=X, dtype=torch.float64)
             ours = logits(head, z[None], v[None, None])[0, 0].mT
         except Exception as error:  # each network has exceptions of its own
-            why = f" ({type(error).__name__}: {error})"
+            why = f" ({reason(error)})"
     if ours is None or output.shape != ours.shape or not torch.allclose(output, ours, rtol=1e-9, atol=1e-9):
         raise DeclarationError(
             f"head={names!r} is not the network's last layer, or cannot be taken off it{why}. Name the linear layer "
-            "that forward calls last, once, on a matrix, and put a softmax into the likelihood (logit_p=)."
+            "that forward calls last, once, on a matrix, and leave a softmax to the likelihood (logit_p=)."
         )
+    unit.heads[names] = head
     return head
 
 
-def without_head(net: torch.nn.Module, head: Head) -> torch.nn.Module:
+def without_head(net: nn.Module, head: Head) -> nn.Module:
     """Remove the head from this module, which then gives features (n, h)."""
     if not head.layer:
-        return torch.nn.Identity()
+        return nn.Identity()
     above, _, name = head.layer.rpartition(".")
-    setattr(net.get_submodule(above), name, torch.nn.Identity())
+    setattr(net.get_submodule(above), name, nn.Identity())
     return net
 
 
 def features(
     unit: NetworkUnit, head: Head, w: Array, *, X: Array | None = None, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+) -> Tensor:
     """The head's inputs (n, h) for the client's rows, or for X."""
     body = without_head(copy.deepcopy(unit.net), head)
     own = {name for name, _ in (*body.named_parameters(), *body.named_buffers())}
@@ -83,7 +87,7 @@ def features(
         return by_parts(body, lambda rows: call(body, state, rows), unit.tensor(unit.X if X is None else X, dtype))
 
 
-def expected_loss(unit: NetworkUnit, head: Head, z: torch.Tensor, y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def expected_loss(unit: NetworkUnit, head: Head, z: Tensor, y: Tensor, v: Tensor) -> Tensor:
     """Mean negative log likelihood over rows and over the draws v (S, d)."""
     return unit.likelihood.each_last(logits(head, z[None], v[None])[0], y.expand(len(v), *y.shape)).mean()
 
@@ -91,7 +95,7 @@ def expected_loss(unit: NetworkUnit, head: Head, z: torch.Tensor, y: torch.Tenso
 # Heads of K clients on their features z (K, n, h), at S draws v (K, S, d) of each -------------------------------------
 
 
-def logits(head: Head, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def logits(head: Head, z: Tensor, v: Tensor) -> Tensor:
     """Outputs (K, S, C, n), by one product of matrices a client; rows last, which is fastest."""
     clients, draws = v.shape[:2]
     matrix = v[:, :, head.matrix].reshape(clients, draws * head.outputs, -1)
@@ -99,9 +103,7 @@ def logits(head: Head, z: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return output + v[:, :, head.offset, None] if head.offset.stop > head.offset.start else output
 
 
-def head_slopes(
-    likelihood: Likelihood, head: Head, z: torch.Tensor, y: torch.Tensor, share: torch.Tensor, v: torch.Tensor
-) -> torch.Tensor:
+def head_slopes(likelihood: Likelihood, head: Head, z: Tensor, y: Tensor, share: Tensor, v: Tensor) -> Tensor:
     """Gradients (K, S, d) of clients' mean losses, the losses' slopes times the features; each row has its `share`."""
     output = logits(head, z, v)
     residuals = likelihood.slopes_last(output.flatten(0, 1), of_draws(y, v.shape[1])).view(output.shape)
@@ -111,6 +113,6 @@ def head_slopes(
     return torch.cat([slopes, residuals.sum(3)], 2) if head.offset.stop > head.offset.start else slopes
 
 
-def of_draws(y: torch.Tensor, draws: int) -> torch.Tensor:
+def of_draws(y: Tensor, draws: int) -> Tensor:
     """Outcomes (K, n, ...) of each client for each of its draws, (K S, n, ...)."""
     return y[:, None].expand(-1, draws, *y.shape[1:]).flatten(0, 1)

@@ -34,13 +34,14 @@ from pytensor.tensor.random.type import RandomType
 from pytensor.tensor.shape import Reshape, SpecifyShape
 from pytensor.tensor.special import Softmax
 from pytensor.tensor.subtensor import Subtensor
+from torch import Tensor, nn
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
 from fedppl.nn.functional import Computed, cut, host, kind_of, network_nodes, one_call, parameter_slices, reason, tensor
 from fedppl.nn.op import output_of_two
-from fedppl.types import Array, DataError, DeclarationError, LocalFailure, Variable
+from fedppl.types import Array, DataError, DeclarationError, LocalFailure, Rng, Variable
 
 CONTRACT = (
     "a network's client declares weights = fedppl.nn.parameters(net), output = fedppl.nn.module(net, weights, X), "
@@ -56,36 +57,36 @@ class Categorical:
 
     kind: ClassVar[str] = "categorical"
 
-    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Outcomes (n, ...) as the functions below take them, beside outputs of this type on this device."""
         return torch.from_numpy(np.array(y)).long().to(device)
 
-    def mean(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def mean(self, output: Tensor, y: Tensor) -> Tensor:
         """Mean loss of outputs (n, C) at outcomes (n, ...)."""
-        return torch.nn.functional.cross_entropy(output, y)
+        return nn.functional.cross_entropy(output, y)
 
-    def each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def each(self, output: Tensor, y: Tensor) -> Tensor:
         """Losses (n,)."""
-        return torch.nn.functional.cross_entropy(output, y, reduction="none")
+        return nn.functional.cross_entropy(output, y, reduction="none")
 
     # Losses (K, n) of outputs (K, C, n), whose rows come last, at outcomes (K, n, ...).
     each_last = each
 
-    def slopes_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def slopes_last(self, output: Tensor, y: Tensor) -> Tensor:
         """∂ℓ/∂f of outputs (K, C, n), at outcomes (K, n, ...), p less 1 at the class; arguments may be overwritten."""
         slopes = torch.softmax(output, 1)
         classes = y[:, None]
         return slopes.scatter_add_(1, classes, -torch.ones_like(classes, dtype=output.dtype))
 
-    def root(self, output: torch.Tensor, y: torch.Tensor, *, expected: bool = False) -> torch.Tensor:
+    def root(self, output: Tensor, y: Tensor, *, expected: bool = False) -> Tensor:
         """R (n, C, r) with R Rᵀ = Λ, of outputs (n, C), or of its expectation over outcomes: diag(√p) − p √pᵀ."""
         p = torch.softmax(output, dim=1)
         root = p.sqrt()
         return torch.diag_embed(root) - p[:, :, None] * root[:, None, :]
 
-    def log_density(self, output: torch.Tensor, y: torch.Tensor) -> float:
+    def log_density(self, output: Tensor, y: Tensor) -> float:
         """log p(y | f) of all rows with its constants."""
-        return -float(torch.nn.functional.cross_entropy(output, y, reduction="sum"))
+        return -float(self.each(output, y).sum())
 
 
 @dataclass(frozen=True)
@@ -95,38 +96,37 @@ class Normal:
     sd: float
     kind: ClassVar[str] = "normal"
 
-    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A row (C,) for each row of inputs."""
         return torch.from_numpy(np.array(y)).to(dtype).to(device).reshape(len(y), -1)
 
-    def mean(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def mean(self, output: Tensor, y: Tensor) -> Tensor:
         """See `Categorical`."""
         square = (y.view(output.shape) - output) ** 2
         return 0.5 * square.sum() / (len(y) * self.sd**2)
 
-    def each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def each(self, output: Tensor, y: Tensor) -> Tensor:
         """See `Categorical`."""
         square = (y.reshape(output.shape) - output) ** 2
         return square.reshape(len(square), -1).sum(1) * (0.5 / self.sd**2)
 
-    def each_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def each_last(self, output: Tensor, y: Tensor) -> Tensor:
         """See `Categorical`."""
         square = (y.mT - output) ** 2
         return square.sum(1) * (0.5 / self.sd**2)
 
-    def slopes_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def slopes_last(self, output: Tensor, y: Tensor) -> Tensor:
         """Residuals over the variance."""
         return (output - y.mT) / self.sd**2
 
-    def root(self, output: torch.Tensor, y: torch.Tensor, *, expected: bool = False) -> torch.Tensor:
+    def root(self, output: Tensor, y: Tensor, *, expected: bool = False) -> Tensor:
         """I / σ."""
         eye = torch.eye(output.shape[1], dtype=output.dtype, device=output.device)
         return eye.expand(len(output), -1, -1) / self.sd
 
-    def log_density(self, output: torch.Tensor, y: torch.Tensor) -> float:
+    def log_density(self, output: Tensor, y: Tensor) -> float:
         """See `Categorical`."""
-        square = float(((y.view(output.shape) - output) ** 2).sum())
-        return -0.5 * square / self.sd**2 - y.numel() * float(np.log(self.sd) + 0.5 * np.log(2 * np.pi))
+        return -float(self.each(output, y).sum()) - y.numel() * float(np.log(self.sd) + 0.5 * np.log(2 * np.pi))
 
 
 # Likelihoods that are computed from their declaration -----------------------------------------------------------------
@@ -163,36 +163,36 @@ class Declared:
     curvatures: Callable[[Array, Array], Array]  # the same to Λ, (n, C, C)
     drawn: Callable[[], Drawn]  # draws of outcomes, and their means; built at the first call
 
-    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def outcomes(self, y: Array, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Columns (n, q) on the host, in double precision: a count may have more digits than single precision."""
         return torch.from_numpy(np.array(y, dtype=float))
 
-    def mean(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def mean(self, output: Tensor, y: Tensor) -> Tensor:
         """Mean loss."""
         return self.each(output, y).mean()
 
-    def each(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def each(self, output: Tensor, y: Tensor) -> Tensor:
         """Losses (n,), differentiable by torch in the outputs."""
         rows, columns = output.reshape(len(output), -1), y.numpy()
-        losses: torch.Tensor = Computed.apply(rows, lambda at: self.losses(at, columns))  # type: ignore[no-untyped-call]
+        losses: Tensor = Computed.apply(rows, lambda at: self.losses(at, columns))  # type: ignore[no-untyped-call]
         return losses
 
-    def each_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def each_last(self, output: Tensor, y: Tensor) -> Tensor:
         """Losses (K, n) of outputs (K, C, n)."""
         return self.each(output.mT.flatten(0, 1), y.flatten(0, 1)).view(len(output), -1)
 
-    def slopes_last(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def slopes_last(self, output: Tensor, y: Tensor) -> Tensor:
         """∂ℓ/∂f of outputs (K, C, n)."""
         rows = output.mT.flatten(0, 1)
         _, slopes = self.losses(host(rows), y.flatten(0, 1).numpy())
         return tensor(slopes, output.dtype, output.device).view(len(output), -1, output.shape[1]).mT.contiguous()
 
-    def bends(self, output: torch.Tensor, y: torch.Tensor) -> bool:
+    def bends(self, output: Tensor, y: Tensor) -> bool:
         """Whether Λ is not positive semi-definite at some row of the client, so that its expectation is used at all."""
         values = np.linalg.eigvalsh(self._finite(self.curvatures(host(output), y.numpy())))
         return bool(np.any(values[:, 0] < -_BENT * np.maximum(values[:, -1], 0.0)))
 
-    def root(self, output: torch.Tensor, y: torch.Tensor, *, expected: bool = False) -> torch.Tensor:
+    def root(self, output: Tensor, y: Tensor, *, expected: bool = False) -> Tensor:
         """R (n, C + e, C) with R Rᵀ = Λ; unknowns are points, and have no rows in it.
 
         Where Λ is 0 at a row though the loss has a slope there, as beside a kink, its expectation over outcomes
@@ -225,10 +225,7 @@ class Declared:
         bent = f"the log density of the outcome ({self.kind}) bends upwards or has a kink in the network's output"
         place = next((place for place, variable in enumerate(self.read) if variable.is_outcome), None)
         if place is None:
-            raise LocalFailure(
-                f"{bent}, and outcomes computed from data cannot be drawn; observe data as they are, or take "
-                "fedppl.nn.FedAvg"
-            )
+            raise LocalFailure(f"{bent}; observe data, and not what is computed from data, or take fedppl.nn.FedAvg")
         arrays, names = self.arrays(y), [variable.name for variable in self.read]
         # A row has the same draws in every chunk.
         rng = np.random.default_rng(zlib.crc32(np.ascontiguousarray(outputs).tobytes()))
@@ -237,10 +234,8 @@ class Declared:
             try:
                 arrays[place] = self.drawn().draw(outputs, dict(zip(names, arrays, strict=True)), rng)
             except Exception as error:
-                raise LocalFailure(
-                    f"{bent}, and outcomes of it cannot be drawn ({type(error).__name__}); give pm.CustomDist a "
-                    "random=, or take fedppl.nn.FedAvg"
-                ) from error
+                why = f"{bent}, and outcomes cannot be drawn ({type(error).__name__})"
+                raise LocalFailure(f"{why}; give pm.CustomDist a random=, or take fedppl.nn.FedAvg") from error
             slopes = self.losses(outputs, beside(arrays, len(y)))[1][:, : self.outputs]
             total += slopes[:, :, None] * slopes[:, None, :]
         return self._finite(total / _DRAWS)
@@ -253,27 +248,24 @@ class Declared:
             for variable, part in zip(self.read, np.split(y, ends, axis=1), strict=True)
         ]
 
-    def log_density(self, output: torch.Tensor, y: torch.Tensor) -> float:
+    def log_density(self, output: Tensor, y: Tensor) -> float:
         """log p(y | f), all of it."""
-        return -float(np.sum(self.losses(host(output.reshape(len(output), -1)), y.numpy())[0]))
+        return -float(self.each(output, y).sum())
 
 
 Likelihood = Categorical | Normal | Declared
 
 
-def columns(client_id: str, read: Sequence[Read], arrays: Sequence[Array], rows: int) -> Array:
+def columns(who: str, read: Sequence[Read], arrays: Sequence[Array], rows: int) -> Array:
     """The variables that the likelihood reads of a client's rows, side by side, (n, q).
 
     Raises `DataError` for an array without one row for each observation, or whose rows differ in shape from the first
     client's.
     """
     for variable, array in zip(read, arrays, strict=True):
-        if array.shape != ((rows, *variable.shape) if variable.by_row else ()):
-            raise DataError(
-                f"client {client_id!r}: {variable.name!r} has shape {array.shape}, and the likelihood of {rows} rows "
-                f"reads {(rows, *variable.shape)}. Declare what is the same for all clients as a constant of the "
-                "builder, and one number of a client as data without axes."
-            )
+        if array.shape != (expected := (rows, *variable.shape) if variable.by_row else ()):
+            what = f"{who}: {variable.name!r} has shape {array.shape}, not {expected}"
+            raise DataError(f"{what}; declare what is the same for all clients as a constant.")
     return beside(arrays, rows)
 
 
@@ -289,7 +281,7 @@ def beside(arrays: Sequence[Array], rows: int) -> Array:
 class Drawn(NamedTuple):
     """Functions of outputs with unknowns (n, C + e), and of the other variables that the likelihood reads, by name."""
 
-    draw: Callable[[Array, Mapping[str, Array], np.random.Generator], Array]  # outcomes (n, ...)
+    draw: Callable[[Array, Mapping[str, Array], Rng], Array]  # outcomes (n, ...)
     # Means (n, ...), or probabilities (n, classes) of a categorical outcome; None where PyMC has none.
     mean: Callable[[Array, Mapping[str, Array]], Array] | None
     has_moments: bool  # False of a Cauchy, for example, whose draws have no stable mean and sd
@@ -321,17 +313,16 @@ def drawn(
         replace[rv] = clone_replace([constrained], {value: piece}, rebuild_strict=False)[0]
     # Calls of the network first: other containers above them would make them other calls.
     graphs = clone_replace(clone_replace(targets, replace, rebuild_strict=False), containers, rebuild_strict=False)
-    used = [v for v in containers if containers[v] in set(ancestors(graphs))]
-    inputs = [extended, *(containers[v] for v in used)]
-    names = tuple(v.name for v in used)
-    mean = None
-    if means is not None:
-        compute = interpreted.python_function(inputs, graphs[1])
+    above = set(ancestors(graphs))
+    inputs = [extended, *(container for container in containers.values() if container in above)]
+    mean = None if means is None else _function_of(inputs, graphs[1])
+    return Drawn(_draw(inputs, graphs[0]), mean, has_moments)
 
-        def mean(outputs: Array, others: Mapping[str, Array]) -> Array:
-            return np.asarray(compute(outputs, *(others[name] for name in names)))
 
-    return Drawn(_draw(inputs, graphs[0], names), mean, has_moments)
+def _function_of(inputs: Sequence[Any], graph: Any) -> Callable[[Array, Mapping[str, Array]], Array]:
+    """A function of the first input, and of the others by name."""
+    compute = interpreted.python_function(inputs, graph)
+    return lambda outputs, others: np.asarray(compute(outputs, *(others[v.name] for v in inputs[1:])))
 
 
 def _mean(observed: Any) -> tuple[Any, bool]:
@@ -346,18 +337,18 @@ def _mean(observed: Any) -> tuple[Any, bool]:
         return None, True
 
 
-def _draw(inputs: Sequence[Any], outcome: Any, names: tuple[str, ...]) -> Callable[..., Array]:
+def _draw(inputs: Sequence[Any], outcome: Any) -> Callable[..., Array]:
     """A function that draws with its own generators, not with those of the user's model."""
     generators = [v for v in ancestors([outcome]) if isinstance(v.type, RandomType) and v.owner is None]
     generators_of_draws = [pytensor.shared(np.random.default_rng(0)) for _ in generators]
     (outcome,) = clone_replace([outcome], dict(zip(generators, generators_of_draws, strict=True)), rebuild_strict=False)
-    compute, lock = interpreted.python_function(inputs, outcome), threading.Lock()
+    compute, lock = _function_of(inputs, outcome), threading.Lock()
 
-    def draw(outputs: Array, others: Mapping[str, Array], rng: np.random.Generator) -> Array:
+    def draw(outputs: Array, others: Mapping[str, Array], rng: Rng) -> Array:
         with lock:
             for generator, child in zip(generators_of_draws, rng.spawn(len(generators_of_draws)), strict=True):
                 generator.set_value(child)
-            return np.asarray(compute(outputs, *(others[name] for name in names)))
+            return compute(outputs, others)
 
     return draw
 
@@ -366,53 +357,47 @@ def _draw(inputs: Sequence[Any], outcome: Any, names: tuple[str, ...]) -> Callab
 
 
 def outcome_of(
-    client: ClientModel, node: Any, who: str
+    client: ClientModel, node: Any, X: Array, who: str
 ) -> tuple[Likelihood, tuple[Variable, ...], tuple[Variable, ...]]:
     """The likelihood, its unknown variables, and the outcomes and other data that it reads.
 
-    The call of the network is `node`. Raises `DeclarationError` where outcomes do not depend on its output row by row.
+    The call of the network is `node`, on X. Raises `DeclarationError` where outcomes do not depend on its output row by
+    row.
     """
     parts = client.template.parts
     observed = parts.model.observed_RVs[0]
     slices = parameter_slices(node.op.net)
     unknowns = tuple(v for v in (*client.layout.variables, *client.local) if v.name not in slices)
-    row_shape = _row_shape(client, node)
+    row_shape = tuple(output_of_two(node.op.net, X, node.op.device).shape[1:])
     if kind_of(observed) == "categorical":
         p = observed.owner.op.dist_params(observed.owner)[-1].owner
         # Classes of more dimensions than their probabilities would broadcast where rows are as many.
         if p is not None and isinstance(p.op, DimShuffle) and "x" in p.op.new_order[:-1]:
             raise DeclarationError(
-                f"{who}: {observed.name!r} has {observed.type.ndim} dimensions, more than its probabilities leave: a "
-                "class is a number from 0, one a row. Pass y.argmax(axis=1) where y holds columns of 0 and 1."
+                f"{who}: {observed.name!r} has {observed.type.ndim} dimensions, for classes; pass y.argmax(axis=1)."
             )
     closed = None if unknowns else _closed(observed, node, row_shape)
     if closed is not None:
         return closed, (), (parts.model.rvs_to_values[observed],)
     if not parts.data:
-        raise DeclarationError(
-            f"{who}: the likelihood of {observed.name!r} is computed row by row, and the model holds its data as "
-            'constants; put them into pm.Data containers that are named as the builder\'s arguments, pm.Data("y", y).'
-        )
+        raise DeclarationError(f'{who}: the model holds its data as constants; put them into pm.Data("y", y).')
     density, output = _without_network(parts, observed, who)
     values = {rv.name: parts.model.rvs_to_values[rv] for rv in (*parts.shared, *parts.local)}
     above = set(ancestors([density]))
     if idle := [v.name for v in unknowns if values[v.name] not in above]:
         raise DeclarationError(
-            f"{who}: free variables {idle} are neither weights of the network nor part of the likelihood of "
-            f"{observed.name!r}; {CONTRACT}."
+            f"{who}: free variables {idle} are neither weights of the network nor part of the likelihood; {CONTRACT}."
         )
     if used := [name for name in slices if values[name] in above]:
         raise DeclarationError(
-            f"{who}: the likelihood of {observed.name!r} reads the weights {used} beside the network's output; "
-            f"{CONTRACT}."
+            f"{who}: the likelihood reads the weights {used} beside the network's output; {CONTRACT}."
         )
     read = _read_by(client, density)
     starts = {values[v.name]: v.shape for v in unknowns}
     outcomes = {v: variable.shape for v, variable in read.items() if variable.is_outcome}
     if twice := [v.name for v in outcomes if v in _graph.values_read(observed.owner.inputs)]:
         raise DeclarationError(
-            f"{who}: {twice} are observed, and the distribution of {observed.name!r} has them among its parameters; "
-            "give what it depends on in a container of its own."
+            f"{who}: {twice} are observed, and are parameters of {observed.name!r} too; declare another container."
         )
     draws = functools.partial(drawn, parts, row_shape, starts, outcomes)
     likelihood = _declared(parts, density, output, row_shape, read, starts, draws, who)
@@ -428,9 +413,7 @@ def _without_network(parts: _graph.Parts, observed: Any, who: str) -> tuple[Any,
     output = pt.tensor(dtype=calls[0].type.dtype, shape=calls[0].type.shape)
     (density,) = clone_replace([density], dict.fromkeys(calls, output))
     if network_nodes([density]):
-        raise DeclarationError(
-            f"{who}: the network stands more than once above {observed.name!r}; let one module make all of the output."
-        )
+        raise DeclarationError(f"{who}: the network stands more than once above {observed.name!r}; use one module.")
     return density, output
 
 
@@ -468,13 +451,6 @@ def _is_column(variable: Any, output: Any) -> bool:
 
 def _is_constant(value: Any) -> bool:
     return all(v.owner is not None or isinstance(v, Constant) for v in ancestors([value]))
-
-
-def _row_shape(client: ClientModel, node: Any) -> tuple[int, ...]:
-    replace, inputs = _graph.inputs_for(client.template.parts)
-    (X_in,) = clone_replace([node.inputs[1]], replace)
-    X = interpreted.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], X_in)(*client.inputs)
-    return tuple(output_of_two(node.op.net, np.asarray(X), node.op.device).shape[1:])
 
 
 # Parameters outside their domain have density 0, and raise no exception within a search.
@@ -533,8 +509,7 @@ def _declared(
         first_order = interpreted.python_function([extended, columns], [losses, slopes], _MODE)
     except (NotImplementedError, NullTypeGradError, ValueError, TypeError, AssertionError) as error:
         raise DeclarationError(
-            f"{who}: the likelihood of {observed.name!r} cannot be computed row by row ({reason(error)}). For other "
-            "models use fedppl.EP(local=fedppl.local.NUTS())."
+            f"{who}: the likelihood cannot be computed row by row ({reason(error)}); use fedppl.EP()."
         ) from error
     curvatures = _built_once(lambda: interpreted.python_function([extended, columns], curved, _MODE))
     return Declared(

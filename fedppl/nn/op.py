@@ -12,13 +12,15 @@ import torch
 from pytensor.gradient import DisconnectedType
 from pytensor.graph.basic import Apply
 from pytensor.graph.op import Op
+from torch import Tensor, nn
 
 from fedppl.nn import functional
+from fedppl.settings import positive
 from fedppl.types import Array, DeclarationError
 
 
 def module(
-    net: torch.nn.Module, weights: Any, X: Any, *, ndim: int | None = None, device: str | torch.device | None = None
+    net: nn.Module, weights: Any, X: Any, *, ndim: int | None = None, device: str | torch.device | None = None
 ) -> Any:
     r"""Evaluate a network on weights and inputs of a PyMC model, in float64.
 
@@ -77,17 +79,14 @@ def module(
         expected = dict(net.named_parameters())
         if set(weights) != set(expected):
             raise DeclarationError(
-                f"weights are named {sorted(weights)}, and the network's parameters {sorted(expected)}; give one "
-                "tensor for each, or declare them by fedppl.nn.parameters(net)."
+                f"weights are named {sorted(weights)}, and the network's parameters {sorted(expected)}."
             )
         flat = pt.concatenate([pt.as_tensor_variable(weights[name]).ravel() for name in expected])
     else:
         flat = pt.as_tensor_variable(weights)
         if flat.type.ndim != 1:
-            raise DeclarationError(
-                f"weights have {flat.type.ndim} dimensions; pass one vector of {functional.size_of(net)} numbers, or a "
-                "mapping by name."
-            )
+            size = functional.size_of(net)
+            raise DeclarationError(f"weights have {flat.type.ndim} dimensions; pass one vector of {size} numbers.")
     net = functional.copy_of(net)
     value = X.get_value() if hasattr(X, "get_value") else getattr(inputs, "data", None)
     if ndim is None:
@@ -95,7 +94,7 @@ def module(
     return ModuleOp(net, ndim, place)(pt.cast(flat, "float64"), inputs)
 
 
-def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0) -> dict[str, Any]:
+def parameters(net: nn.Module, *, sigma: float | Mapping[str, float] = 1.0) -> dict[str, Any]:
     r"""Declare a Gaussian variable for each parameter of a network, centred at its present value.
 
     .. math:: w_i \sim N(w_i^{(0)}, \sigma^2)
@@ -139,29 +138,24 @@ def parameters(net: torch.nn.Module, *, sigma: float | Mapping[str, float] = 1.0
     try:
         pm.modelcontext(None)
     except TypeError as error:
-        raise DeclarationError(
-            "fedppl.nn.parameters declares variables of a model, and there is none; call it inside `with pm.Model():`."
-        ) from error
+        raise DeclarationError("there is no model; call it inside `with pm.Model():`.") from error
     names = [name for name, _ in net.named_parameters()]
     scales = {name: sigma for name in names} if not isinstance(sigma, Mapping) else dict(sigma)
     if set(scales) != set(names):
         raise DeclarationError(
             f"sigma names {sorted(scales)}, the network's parameters are {names}; give one for each."
         )
-    for name, value in scales.items():
-        if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 < value < np.inf:
-            raise DeclarationError(f"sigma of {name!r} is {value!r} and must be positive and finite.")
+    scales = {name: positive(f"sigma of {name!r}", value) for name, value in scales.items()}
     try:
         starts = {name: functional.host(value) for name, value in net.named_parameters()}
     except (NotImplementedError, ValueError) as error:  # on "meta", or a layer that waits for its first inputs
         raise DeclarationError(
-            "the network's parameters hold no values, and these are where all clients start; make the network on a "
-            "device that has numbers, without lazy layers."
+            'the network\'s parameters hold no values to start at; make it without lazy layers, and not on "meta".'
         ) from error
-    return {name: pm.Normal(name, starts[name], float(scales[name]), shape=starts[name].shape) for name in names}
+    return {name: pm.Normal(name, starts[name], scales[name], shape=starts[name].shape) for name in names}
 
 
-def output_of_two(net: torch.nn.Module, X: Array, device: torch.device) -> torch.Tensor:
+def output_of_two(net: nn.Module, X: Array, device: torch.device) -> Tensor:
     """The output for the first two rows of X, at the values of the network's parameters."""
     place = functional.placed(device, torch.float64)
     flat, rows = (functional.tensor(np.array(v), torch.float64, place) for v in (functional.initial_of(net), X[:2]))
@@ -169,25 +163,22 @@ def output_of_two(net: torch.nn.Module, X: Array, device: torch.device) -> torch
         return called(net, flat, rows)
 
 
-def _output_ndim(net: torch.nn.Module, X: Array, device: torch.device) -> int:
+def _output_ndim(net: nn.Module, X: Array, device: torch.device) -> int:
     rows = torch.from_numpy(np.array(X[:2]))
     try:
         output = output_of_two(net, X, device)
     except Exception as error:
-        remedy = "" if rows.is_floating_point() else " Give numbers as reals, X.astype(float), where they are no codes."
+        remedy = "" if rows.is_floating_point() else " Where numbers are no codes pass X.astype(float)."
+        what = f"inputs of shape {tuple(rows.shape)}, {rows.dtype} ({functional.reason(error)})"
+        raise DeclarationError(f"the network fails on {what}.{remedy}") from error
+    if not isinstance(output, Tensor) or output.ndim < 1 or len(output) != len(rows):
+        what = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise DeclarationError(
-            f"the network fails on inputs of shape {tuple(rows.shape)} and type {rows.dtype} "
-            f"({functional.reason(error)}); look at the shapes that its layers take.{remedy}"
-        ) from error
-    if not isinstance(output, torch.Tensor) or output.ndim < 1 or len(output) != len(rows):
-        what = f"shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
-        raise DeclarationError(
-            f"the network gives {what} for {len(rows)} rows; wrap it in a module that gives one tensor, a row for each."
+            f"the network gives {what} for {len(rows)} rows; wrap it in a module that gives a tensor with these rows."
         )
     if output.is_complex() or not bool(torch.all(torch.isfinite(output))):
         raise DeclarationError(
-            f"the network's output has numbers that are not finite, or not real ({output.dtype}): look at the weights "
-            "that it holds and at the inputs, and end it in a real layer."
+            f"the network's output ({output.dtype}) is not finite or not real; scale inputs, or end it in a real layer."
         )
     return output.ndim
 
@@ -195,13 +186,13 @@ def _output_ndim(net: torch.nn.Module, X: Array, device: torch.device) -> int:
 # Operations of PyTensor that evaluate a network of torch, and its vector-Jacobian product, some rows at a time --------
 
 
-def called(net: torch.nn.Module, flat: torch.Tensor, X: torch.Tensor) -> torch.Tensor:
+def called(net: nn.Module, flat: Tensor, X: Tensor) -> Tensor:
     """The output, by this thread's copy."""
     net = functional.own_copy(net)
     return functional.call(net, functional.state_of(net, flat), X)
 
 
-def _parts(net: torch.nn.Module, flat: torch.Tensor, X: Array, place: torch.device) -> Iterator[torch.Tensor]:
+def _parts(net: nn.Module, flat: Tensor, X: Array, place: torch.device) -> Iterator[Tensor]:
     """Inputs, some rows at a time; all at once where a few of them show that rows depend on each other."""
     parts = functional.parts_of(net, X.shape)
     if len(parts) > 1:
@@ -220,7 +211,7 @@ class ModuleOp(Op):  # type: ignore[misc]
 
     __props__ = ("net", "ndim", "device")
 
-    def __init__(self, net: torch.nn.Module, ndim: int, device: torch.device) -> None:
+    def __init__(self, net: nn.Module, ndim: int, device: torch.device) -> None:
         self.net, self.ndim, self.device = net, ndim, device
 
     def __str__(self) -> str:
@@ -259,7 +250,7 @@ class ModuleGradientOp(Op):  # type: ignore[misc]
 
     __props__ = ("net", "device")
 
-    def __init__(self, net: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, net: nn.Module, device: torch.device) -> None:
         self.net, self.device = net, device
 
     def make_node(self, flat: Any, X: Any, cotangent: Any) -> Apply:
@@ -279,8 +270,8 @@ class ModuleGradientOp(Op):  # type: ignore[misc]
             with torch.enable_grad():
                 output = called(self.net, flat, part.requires_grad_() if real else part)
                 pull = functional.tensor(np.array(inputs[2][rows]), torch.float64, place)
-                slopes = torch.autograd.grad(output, [flat, part] if real else [flat], pull, allow_unused=True)
-            by_weights += 0.0 if slopes[0] is None else functional.host(slopes[0])
-            by_inputs[rows] = 0.0 if not real or slopes[1] is None else functional.host(slopes[1])
+                of_weights, *of_inputs = functional.gradients(output, [flat, part] if real else [flat], pull)
+            by_weights += functional.host(of_weights)
+            by_inputs[rows] = functional.host(of_inputs[0]) if real else 0.0
             first = rows.stop
         outputs[0][0], outputs[1][0] = by_weights, by_inputs

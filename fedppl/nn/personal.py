@@ -8,39 +8,34 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from fedppl.nn.functional import Places, call, generator_of, gradients, host, parts_of, state_of, taken, tensor
 from fedppl.nn.head import Head, expected_loss, features, head_slopes, without_head
 from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.subnet import Subnetwork, along, chunks
-from fedppl.nn.train import RISE, Leaves, Training, arranged, batches, loss_at, optimizer_of, require_bounded, take_step
-from fedppl.nn.unit import NetworkUnit, outcomes, outputs
-from fedppl.types import Array, LocalFailure
+from fedppl.nn.train import Leaves, Training, batches, loss_at, optimizer_of, require_bounded, require_no_rise, rows_of
+from fedppl.nn.unit import NetworkUnit, Pair, outcomes, outputs
+from fedppl.types import Array, LocalFailure, Rng
 
 _DIFFERENCE = 1e-2  # of weights, for a product with the Hessian
 _DRAWS = 32  # of all weights, to check that a bound fell
-_Normals = tuple[tuple[Array, Array], tuple[Array, Array]]  # means and sds of q, and of p
+_Normals = tuple[Pair, Pair]  # means and sds of q, and of p
 
 
-def _loss(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _loss(unit: NetworkUnit, flat: Tensor, X: Tensor, y: Tensor) -> Tensor:
     net = unit.net
     return unit.likelihood.mean(call(net, state_of(net, flat), X), y)
 
 
-def _gradient(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _gradient(unit: NetworkUnit, flat: Tensor, X: Tensor, y: Tensor) -> Tensor:
     leaf = flat.detach().requires_grad_()
     with torch.enable_grad():
         return gradients(_loss(unit, leaf, X, y), [leaf])[0]
 
 
 def meta_steps(
-    unit: NetworkUnit,
-    w: Array,
-    steps: Training,
-    inner_rate: float,
-    rng: np.random.Generator,
-    *,
-    dtype: torch.dtype = torch.float32,
+    unit: NetworkUnit, w: Array, steps: Training, inner_rate: float, rng: Rng, *, dtype: torch.dtype = torch.float32
 ) -> Array:
     r"""Descend F(w) = f(w − α ∇f(w)) with the Hessian's product by differences, Per-FedAvg (HF).
 
@@ -50,8 +45,7 @@ def meta_steps(
     The three gradients are of three batches; δ is 0.01. F tells divergence: f itself may rise far on the
     way to weights that are good after a step.
     """
-    X, y = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
-    flat = unit.tensor(np.array(w), dtype)
+    (X, y), flat = rows_of(unit, unit.net, dtype), unit.tensor(np.array(w), dtype)
     before = _ahead(unit, flat, X, y, inner_rate)
     for batch in batches(len(X), steps, rng):
         second, third = (torch.from_numpy(rng.choice(len(X), len(batch), replace=False)) for _ in range(2))
@@ -63,20 +57,17 @@ def meta_steps(
             sides = [_gradient(unit, flat + sign * u, taken(X, third), taken(y, third)) for sign in (1, -1)]
             g = g - inner_rate * length / (2 * _DIFFERENCE) * (sides[0] - sides[1])
         flat = flat - steps.learning_rate * g
-    if not _ahead(unit, flat, X, y, inner_rate) <= before + RISE:
-        raise LocalFailure("training raised the loss after a client's own step; lower learning_rate= or inner_rate=")
+    rise = _ahead(unit, flat, X, y, inner_rate) - before
+    require_no_rise("learning_rate= or inner_rate=", rise, what="loss after a client's own step")
     return require_bounded(host(flat), w)
 
 
-def _ahead(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor, rate: float) -> float:
-    """F: the mean loss after one gradient step on all rows, computed for some rows at a time."""
-    ahead = flat - rate * _slope(unit, flat, X, y)
-    with torch.no_grad():
-        parts = ((rows, len(X[rows]) / len(X)) for rows in parts_of(unit.net, X.shape))
-        return float(sum(_loss(unit, ahead, X[rows], y[rows]) * share for rows, share in parts))
+def _ahead(unit: NetworkUnit, flat: Tensor, X: Tensor, y: Tensor, rate: float) -> float:
+    """F: the mean loss after one gradient step on all rows."""
+    return loss_at(unit, host(flat - rate * _slope(unit, flat, X, y)), dtype=flat.dtype)
 
 
-def _slope(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _slope(unit: NetworkUnit, flat: Tensor, X: Tensor, y: Tensor) -> Tensor:
     """Gradient of the mean loss of all rows, computed for some rows at a time."""
     slope = torch.zeros_like(flat)
     for rows in parts_of(unit.net, X.shape):
@@ -84,14 +75,14 @@ def _slope(unit: NetworkUnit, flat: torch.Tensor, X: torch.Tensor, y: torch.Tens
     return slope
 
 
-def further_gain(unit: NetworkUnit, start: Array, end: Array, prior: tuple[Array, Array] | None, free: Places) -> float:
+def further_gain(unit: NetworkUnit, start: Array, end: Array, prior: Pair | None, free: Places) -> float:
     r"""The fall of the mean loss by as long a step again, to first order.
 
     .. math:: -(\nabla f(w_1) + \tfrac1n p (w_1 - m))^\top (w_1 - w_0)
 
     Means m and precisions p of a prior are those of the weights at `free`.
     """
-    X, y = arranged(unit.net, unit.tensor(unit.X, torch.float32)), outcomes(unit, torch.float32)
+    X, y = rows_of(unit, unit.net, torch.float32)
     slope = host(_slope(unit, unit.tensor(np.array(end), torch.float32), X, y))[free]
     if prior is not None:
         slope = slope + prior[1] * (end[free] - prior[0]) / len(X)
@@ -104,10 +95,10 @@ def moreau_steps(
     steps: Training,
     lam: float,
     inner: tuple[float, int],
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Array, Array]:
+) -> Pair:
     r"""Descend the Moreau envelope of the loss, pFedMe: w ← w − η λ (w − θ).
 
     .. math:: \theta \approx \arg\min_\theta f(\theta) + \tfrac\lambda2 \lVert \theta - w \rVert^2
@@ -115,9 +106,9 @@ def moreau_steps(
     by `inner` = (rate, number) gradient steps on one batch from w, which take the quadratic exactly: a step of rate p
     on f and then the proximal map of the quadratic. Returns w and the last θ.
     """
-    X, y = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
-    start = flat = theta = centre = unit.tensor(np.array(w), dtype)
-    rows, labels = X, y
+    X, y = rows, labels = rows_of(unit, unit.net, dtype)
+    flat = theta = centre = unit.tensor(np.array(w), dtype)
+    at_start = loss_at(unit, host(flat))
     for batch in batches(len(X), steps, rng):
         rows, labels, centre = taken(X, batch), taken(y, batch), flat
         theta, (rate, count) = centre, inner
@@ -129,11 +120,10 @@ def moreau_steps(
     with torch.no_grad():
         after = float(_loss(unit, theta, rows, labels) + 0.5 * lam * torch.sum((theta - centre) ** 2))
         before = float(_loss(unit, centre, rows, labels))
-    if not after <= before + RISE:
-        raise LocalFailure("training raised the loss instead of lowering it; lower inner_rate=")
+    require_no_rise("inner_rate=", after - before)
     ended = host(flat)
-    if not np.all(np.isfinite(ended)) or not loss_at(unit, ended) <= loss_at(unit, host(start)) + RISE:
-        raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate= or inner_rate=")
+    rise = loss_at(unit, ended) - at_start if np.all(np.isfinite(ended)) else np.inf
+    require_no_rise("learning_rate= or inner_rate=", rise)
     return ended, host(theta)
 
 
@@ -144,9 +134,9 @@ def bayes_steps(
     steps: Training,
     weight: float,
     draws: int,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
-    start: tuple[Array, Array] | None = None,
+    start: Pair | None = None,
     follow: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> _Normals:
@@ -158,19 +148,18 @@ def bayes_steps(
     q starts at `start`, or at p; p is fixed without `follow`. Returns means and sds of q and of p. Steps have diverged
     where both the loss at the mean of q and the first objective rose far.
     """
-    X, y = arranged(unit.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
-    source = generator_of(rng)
+    (X, y), source = rows_of(unit, unit.net, dtype), generator_of(rng)
 
-    def raw(pair: tuple[Array, Array]) -> list[torch.Tensor]:
+    def raw(pair: Pair) -> list[Tensor]:
         middle, spread = (np.array(value, dtype=float) for value in pair)
         both = torch.from_numpy(middle), softplus_backwards(spread)
         return [value.to(dtype).to(X.device).requires_grad_() for value in both]
 
     q, p = raw((mean, sd) if start is None else start), raw((mean, sd))
     optimizers = [optimizer_of(pair, steps.learning_rate, None) for pair in (q, p)]
-    started, strength = _normals(q, p), weight / len(X)
+    started, strength = (_normal(q), _normal(p)), weight / len(X)
     with torch.no_grad():
-        spread, width = (torch.nn.functional.softplus(pair[1]) for pair in (q, p))
+        spread, width = (nn.functional.softplus(pair[1]) for pair in (q, p))
         for batch in batches(len(X), steps, rng):
             rows, labels = taken(X, batch), taken(y, batch)
             of_mean, of_spread = torch.zeros_like(spread), torch.zeros_like(spread)
@@ -183,27 +172,25 @@ def bayes_steps(
             of_mean += inverse * (q[0] - p[0])
             of_spread += inverse * spread - strength / spread
             _step(optimizers[0], q, of_mean, of_spread)
-            spread = torch.nn.functional.softplus(q[1])
+            spread = nn.functional.softplus(q[1])
             if follow:
                 apart = q[0] - p[0]
                 of_width = strength / width - inverse / width * (spread**2 + apart**2)
                 _step(optimizers[1], p, -inverse * apart, of_width)
-                width = torch.nn.functional.softplus(p[1])
-    ended = _normals(q, p)
+                width = nn.functional.softplus(p[1])
+    ended = _normal(q), _normal(p)
     if not all(np.all(np.isfinite(value)) for pair in ended for value in pair):
         raise LocalFailure("a posterior is not finite; lower learning_rate=")
     # q moves towards p, whose loss may be far higher, and to weights robust to noise; p follows q, whatever its loss.
-    after, before = loss_at(unit, ended[0][0]), max(loss_at(unit, middle) for middle, _ in started)
-    if not after <= before + RISE and not _bound(unit, ended, strength) <= _bound(unit, started, strength) + RISE:
-        raise LocalFailure("training raised the bound instead of lowering it; lower learning_rate=")
+    rise = loss_at(unit, ended[0][0]) - max(loss_at(unit, middle) for middle, _ in started)
+    require_no_rise(
+        "learning_rate=", rise, lambda: _bound(unit, ended, strength) - _bound(unit, started, strength), what="bound"
+    )
     return ended
 
 
-def _normals(q: list[torch.Tensor], p: list[torch.Tensor]) -> _Normals:
-    q_normal, p_normal = (
-        (host(pair[0]).copy(), host(torch.nn.functional.softplus(pair[1].detach()))) for pair in (q, p)
-    )
-    return q_normal, p_normal
+def _normal(pair: list[Tensor]) -> Pair:
+    return host(pair[0]).copy(), host(nn.functional.softplus(pair[1].detach()))
 
 
 def _bound(unit: NetworkUnit, both: _Normals, strength: float) -> float:
@@ -215,9 +202,7 @@ def _bound(unit: NetworkUnit, both: _Normals, strength: float) -> float:
     return float(expected + strength * apart.sum())
 
 
-def _step(
-    optimizer: torch.optim.Optimizer, pair: list[torch.Tensor], of_mean: torch.Tensor, of_sd: torch.Tensor
-) -> None:
+def _step(optimizer: torch.optim.Optimizer, pair: list[Tensor], of_mean: Tensor, of_sd: Tensor) -> None:
     """A step by the slopes in means and sds, of the means and the softplus' arguments."""
     pair[0].grad, pair[1].grad = of_mean, of_sd * torch.sigmoid(pair[1])
     optimizer.step()
@@ -238,52 +223,29 @@ class HeadSteps(NamedTuple):
     momentum: float | None = None  # of gradient steps; None for Adam
 
 
-def softplus_backwards(sd: Array) -> torch.Tensor:
+def softplus_backwards(sd: Array) -> Tensor:
     """The number whose softplus is this."""
     value = torch.from_numpy(sd)
     return torch.where(value > 20, value, torch.log(torch.expm1(value)))
 
 
-def head_posterior(
-    unit: NetworkUnit,
+def head_posteriors(
+    likelihood: Likelihood,
     head: Head,
-    z: torch.Tensor,
-    start: tuple[Array, Array],
-    centre: Array,
-    confidence: float,
+    rows: tuple[Tensor, Tensor, NDArray[np.int64]],
+    starts: Pair,
+    centres: Array,
+    confidences: Array,
     steps: HeadSteps,
-    rng: np.random.Generator,
-) -> tuple[Array, Array]:
-    r"""Move q towards the variational posterior under N(w, I / τ).
+    rngs: Sequence[Rng],
+) -> tuple[Array, Array, NDArray[np.bool_]]:
+    r"""Move q of K clients towards the variational posteriors of their heads under N(w, I / τ).
 
     .. math:: -\frac1{nK} \sum_k \log p(y \mid v_k) + \frac1n \Big[\tfrac\tau2 (\lVert \sigma \rVert^2 +
               \lVert \mu - w \rVert^2) - \sum_i \log \sigma_i\Big]
 
-    Features are z (n, h); μ and σ, (d,) each, start at `start` and are returned; w (d,) is the `centre` and τ the
-    `confidence`. Raises `LocalFailure` where steps diverge.
-    """
-    rows, of_one = (z[None], outcomes(unit, z.dtype)[None], np.array([len(z)])), (start[0][None], start[1][None])
-    mean, sd, finite = head_posteriors(
-        unit.likelihood, head, rows, of_one, centre[None], np.array([confidence]), steps, [rng]
-    )
-    if not finite[0]:
-        raise LocalFailure("the head's posterior is not finite; lower head_rate=")
-    return mean[0], sd[0]
-
-
-def head_posteriors(
-    likelihood: Likelihood,
-    head: Head,
-    rows: tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]],
-    starts: tuple[Array, Array],
-    centres: Array,
-    confidences: Array,
-    steps: HeadSteps,
-    rngs: Sequence[np.random.Generator],
-) -> tuple[Array, Array, NDArray[np.bool_]]:
-    """`head_posterior` at K clients: μ and σ, (K, d) each, and which are finite.
-
-    Given are `rows`: features (K, n, h), outcomes and numbers of rows (K,); μ and σ at the start; w (K, d); τ (K,).
+    Given are `rows`: features (K, n, h), outcomes and numbers of rows (K,); μ and σ (K, d) each, where they start;
+    w (K, d), the `centres`, and τ (K,), the `confidences`. Returns μ and σ, and which clients' are finite.
     """
     z, y, counts = rows
     dtype, place = z.dtype, z.device
@@ -297,7 +259,7 @@ def head_posteriors(
     drawn = torch.empty(len(z), steps.draws, mean.shape[1], dtype=dtype)
     with torch.no_grad():
         for _ in range(steps.steps):
-            spread = torch.nn.functional.softplus(raw)
+            spread = nn.functional.softplus(raw)
             for k, source in enumerate(sources):
                 torch.randn(drawn.shape[1:], generator=source, dtype=dtype, out=drawn[k])
             noise = drawn.to(place)
@@ -306,11 +268,11 @@ def head_posteriors(
             by_spread = (slopes * noise).mean(1) + (tau * spread - 1 / spread) / count
             raw.grad = scale * by_spread * torch.sigmoid(raw)  # softplus' slope
             optimizer.step()
-    moments = host(mean), host(torch.nn.functional.softplus(raw))
+    moments = host(mean), host(nn.functional.softplus(raw))
     return *moments, np.all(np.isfinite(moments), axis=(0, 2))
 
 
-def head_noise(draws: int, size: int, source: torch.Generator, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def head_noise(draws: int, size: int, source: torch.Generator, dtype: torch.dtype) -> Iterator[Tensor]:
     """An infinite series of standard normal numbers (K, d) for draws of the head, made in blocks."""
     count = max(1, _BLOCK // (draws * size))
     while True:
@@ -323,39 +285,37 @@ def train_below(
     unit: NetworkUnit,
     head: Head,
     w: Array,
-    below: Places,
-    q: tuple[Array, Array],
+    q: Pair,
     settings: Training,
     draws: int,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Array:
-    """Weights (D,) after training those at `below` on the mean loss under draws of the head.
+    """Weights (D,) after training those below the head on the mean loss under draws of it.
 
     Raises `LocalFailure` if the loss is not finite, or rose far at the head's mean and under draws of it.
     """
     flat = np.asarray(w, dtype=float)
-    leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
-    X, y = arranged(leaves.net, unit.tensor(unit.X, dtype)), outcomes(unit, dtype)
+    leaves = Leaves(unit, flat, head.below, settings, dtype)
     mean, spread = (unit.tensor(np.asarray(value, dtype=float), dtype) for value in q)
-    optimizer = optimizer_of(leaves.moving, settings.learning_rate, settings.momentum)
     body = without_head(leaves.net, head)
     noise = head_noise(draws, len(mean), generator_of(rng), dtype)
     with torch.enable_grad():
-        for batch in batches(len(X), settings, rng):
-            z, v = body(taken(X, batch)), mean + spread * next(noise).to(mean.device)
-            take_step(optimizer, leaves, expected_loss(unit, head, z, taken(y, batch), v))
+        for batch in batches(len(leaves.X), settings, rng):
+            z, v = body(taken(leaves.X, batch)), mean + spread * next(noise).to(mean.device)
+            leaves.descend(expected_loss(unit, head, z, taken(leaves.y, batch), v))
     trained = require_bounded(leaves.result(flat), flat)
-    after, before = (loss_at(unit, weights, dtype=dtype) for weights in (trained, flat))
 
-    def expected(w: Array) -> float:  # the objective, under draws that are the same at every call
+    def rise_under_draws() -> float:
         drawn = torch.randn(_FEW, len(mean), generator=torch.Generator().manual_seed(0), dtype=dtype).to(mean.device)
+        zs = (features(unit, head, weights, dtype=dtype) for weights in (trained, flat))
         with torch.no_grad():
-            return float(expected_loss(unit, head, features(unit, head, w, dtype=dtype), y, mean + spread * drawn))
+            after, before = (float(expected_loss(unit, head, z, leaves.y, mean + spread * drawn)) for z in zs)
+        return after - before
 
-    if not after <= before + RISE and not expected(trained) <= expected(flat) + RISE:
-        raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate=")
+    rise = loss_at(unit, trained, dtype=dtype) - loss_at(unit, flat, dtype=dtype)
+    require_no_rise("learning_rate=", rise, rise_under_draws)
     return trained
 
 
@@ -364,15 +324,14 @@ def train_below(
 #     log p(y | f_s),   f_s(x) = f(x; ŵ) + J_S(x) (w_S − ŵ_S),   w_S ~ q
 
 
-def log_densities(unit: NetworkUnit, q: Subnetwork, count: int, rng: np.random.Generator) -> Array:
+def log_densities(unit: NetworkUnit, q: Subnetwork, count: int, rng: Rng) -> Array:
     """Log density of held-out rows at each of `count` draws from a subnetwork's posterior q by other rows, (count,)."""
     deviations, density = unit.tensor(q.deviations(count, rng), torch.float64), np.zeros(count)  # (count, s)
     at, y, first = outputs(unit, q.weights, unit.X), outcomes(unit, torch.float64), 0
     for part in chunks(unit, q.weights, q.places, torch.float64, X=unit.X):
-        wide = (part.slope if part.rest is None else part.rest).shape[:2]
-        rows = slice(first, first + wide[0])
-        first += wide[0]
-        middle, move = at[rows].reshape(wide), along(part, len(q.places))
+        rows = slice(first, first + len(part.rest))
+        first = rows.stop
+        middle = at[rows].reshape(part.rest.shape[:2])
         for draw in range(count):
-            density[draw] += unit.likelihood.log_density(middle + move(deviations[draw]), y[rows])
+            density[draw] += unit.likelihood.log_density(middle + along(part, deviations[draw]), y[rows])
     return density

@@ -9,14 +9,14 @@ import numpy as np
 import pandas as pd
 import torch
 import xarray as xr
-from scipy.special import log_softmax, ndtr, softmax
+from scipy.special import ndtr, softmax
 from scipy.stats import norm
 
 from fedppl.contracts import Point
 from fedppl.contracts.printed import CI_PROB
 from fedppl.model.client import ClientModel
 from fedppl.nn.functional import host, reason
-from fedppl.nn.likelihood import Declared, Normal
+from fedppl.nn.likelihood import Categorical, Declared, Normal
 from fedppl.nn.subnet import output_covariance
 from fedppl.nn.unit import NetworkUnit, outputs
 from fedppl.nn.view import NetworkResult, Own, network_of
@@ -24,8 +24,8 @@ from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.fit import Fit
 from fedppl.results.predicting import new_inputs
-from fedppl.settings import between, one_of, some_of, whole
-from fedppl.types import Array, DataError, DeclarationError, LocalFailure
+from fedppl.settings import a_fit, between, one_of, some_of, whole
+from fedppl.types import Array, DataError, DeclarationError, LocalFailure, Rng
 
 _ROWS = 4096  # predicted at once, with covariances of their outputs and draws in memory
 
@@ -71,13 +71,12 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     new client's own layers start where those of all clients do. By an algorithm without a posterior of weights
     ``subnetwork`` is None, and predictions take the weights for known.
     """
-    _require_fit(fit)
+    a_fit(fit)
     seed = _seed(fit, random_seed)
     if client is None or isinstance(client, str):
         if client not in fit.clients:
             raise DeclarationError(
-                f"client {client!r} is not here; clients are {some_of(fit.clients)}. Pass data, or load the fit with "
-                "fedppl.load(path, model, algorithm, clients=...); the global network is fedppl.nn.network(fit)."
+                f"client {client!r} is not here, but {some_of(fit.clients)}; pass data, or take fedppl.nn.network(fit)."
             )
         model, name, personal = fit.clients[client], client, fit.personal.get(client)
     else:
@@ -92,9 +91,7 @@ def personalise(fit: Fit, client: str | Mapping[str, Any], *, random_seed: int |
     try:
         return family.personalise(model, personal, message, stream((seed, 2, *name.encode())))
     except LocalFailure as error:
-        raise LocalFailure(
-            f"client {name!r} gets no network of its own: {error}. The fit and others' stand."
-        ) from error
+        raise LocalFailure(f"client {name!r} gets no network of its own: {error}.") from error
 
 
 def network(fit: Fit) -> torch.nn.Module:
@@ -131,20 +128,18 @@ def network(fit: Fit) -> torch.nn.Module:
     *When this fails.* Where layers are local, those of the copy are untrained, and its outputs are no client's: use
     `personalise`. It is a point, without the weights' uncertainty.
     """
-    _require_fit(fit)
+    a_fit(fit)
     shared = fit.algorithm.result.shared
     if not isinstance(shared, Point) or not isinstance(fit.algorithm.result.family, NetworkResult):
         raise DeclarationError(
-            f"the fit is of {fit.algorithm.name}, which has no one network of all clients; fedppl.nn.personalise gives "
-            "a client's own, where there are networks."
+            f"the fit is of {fit.algorithm.name}, which has no one network of all clients; see fedppl.nn.personalise."
         )
     if not fit.clients:
         raise DeclarationError(
-            "no client of this fit is here: they are sites of their own, or the fit was loaded without clients=. Load "
-            "with fedppl.load(path, model, algorithm, clients=...), or put fit.estimate into your network."
+            "no client of this fit is here; load it with clients=..., or put fit.estimate into your network."
         )
-    own = next(iter(fit.clients.values())).view(network_of)
-    return own.unit.loaded(own.at(shared.estimate(fit.state)))
+    unit = next(iter(fit.clients.values())).view(network_of)
+    return unit.loaded(unit.weights(shared.estimate(fit.state)))
 
 
 def predict(
@@ -216,32 +211,31 @@ def predict(
     *When this fails.* With a posterior as wide as the prior, κ pulls all classes together. The linearised network is
     not the network: far from the data its variance grows with the square of the inputs.
     """
-    _require_fit(fit)
+    a_fit(fit)
     seed = _seed(fit, random_seed)
     one_of("link", link, LINKS)
     ci_prob, draws = between("ci_prob", ci_prob, 0, 1), whole("draws", draws)
     own = client if isinstance(client, Own) else personalise(fit, client, random_seed=random_seed)
-    unit = own.client.view(network_of).unit
+    unit = own.client.view(network_of)
+    likelihood, blocks = unit.likelihood, []
     if isinstance(inputs, pd.DataFrame):
         inputs = new_inputs(fit.declaration, cast(ClientModel, own.client), inputs)
-    X, rng = unit.at(inputs), stream((seed, 3))
-    others = unit.others(inputs) if isinstance(unit.likelihood, Declared) else {}
+    (X, others), rng = unit.inputs(inputs), stream((seed, 3))
     if wrong := {name: len(value) for name, value in others.items() if value.ndim and len(value) != len(X)}:
         raise DataError(f"new inputs have {len(X)} rows, and {wrong}; give as many rows of each.")
-    blocks = []
     for start in range(0, max(len(X), 1), _ROWS):
         rows = slice(start, start + _ROWS)
         logits, covariance = _moments(unit, own, X[rows], start, link)
-        if isinstance(unit.likelihood, Declared):
+        if isinstance(likelihood, Declared):
             read = {name: value[rows] if value.ndim else value for name, value in others.items()}
-            values, dims = _outcomes_at(unit, read, logits, covariance, draws, ci_prob, rng)
+            values, dims = _outcomes_at(likelihood, read, logits, covariance, draws, ci_prob, rng)
         else:
-            values = _closed(unit, logits, covariance, link, draws, ci_prob, rng)
+            values = _closed(likelihood, logits, covariance, link, draws, ci_prob, rng)
             dims = dict.fromkeys(values, ("row", "output"))
         blocks.append(values)
     values = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
     told = {"client": own.client.client_id}
-    if isinstance(unit.likelihood, Declared):
+    if isinstance(likelihood, Declared):
         return idata.dataset(values, dims, {}, told)
     return idata.dataset(values, dims, {"output": np.arange(logits.shape[1])}, told | {"link": link})
 
@@ -252,8 +246,7 @@ def _moments(unit: NetworkUnit, own: Own, X: Array, first: int, link: str) -> tu
         logits = host(outputs(unit, own.weights, X))
     except (IndexError, RuntimeError) as error:
         raise DataError(
-            f"the network cannot be computed at the new inputs, of shape {X.shape} ({reason(error)}). An integer "
-            "outside a layer's table, as of an Embedding, is one cause: give a new category a number before the fit."
+            f"the network fails at new inputs of shape {X.shape} ({reason(error)}); keep codes within an Embedding."
         ) from error
     _require_finite(logits, "the network's output", first)
     covariance = np.zeros((*logits.shape, logits.shape[1]))
@@ -264,20 +257,15 @@ def _moments(unit: NetworkUnit, own: Own, X: Array, first: int, link: str) -> tu
 
 
 def _closed(
-    unit: NetworkUnit, logits: Array, covariance: Array, link: str, draws: int, ci_prob: float, rng: np.random.Generator
+    likelihood: Categorical | Normal, logits: Array, covariance: Array, link: str, draws: int, ci_prob: float, rng: Rng
 ) -> dict[str, Array]:
     variance = np.diagonal(covariance, axis1=1, axis2=2).copy()  # a view would keep all covariances in memory
-    if isinstance(unit.likelihood, Normal):
-        sd = np.sqrt(variance + unit.likelihood.sd**2)
+    if isinstance(likelihood, Normal):
+        sd = np.sqrt(variance + likelihood.sd**2)
         half = norm.ppf(0.5 + ci_prob / 2) * sd
         return {"mean": logits, "sd": sd, "ci_low": logits - half, "ci_high": logits + half}
     chances = probabilities(logits, covariance, link=link, draws=draws, rng=rng)
     return {"probability": chances, "logit": logits, "logit_variance": variance}
-
-
-def _require_fit(fit: Any) -> None:
-    if not isinstance(fit, Fit):
-        raise DeclarationError(f"fit is {type(fit).__name__}; pass the fit first, then the client and inputs.")
 
 
 def _seed(fit: Fit, random_seed: Any) -> int:
@@ -294,7 +282,7 @@ LINKS = ("scaled", "by class", "monte carlo", "probit", "map")
 
 
 def probabilities(
-    logits: Array, covariance: Array, *, link: str = "scaled", draws: int = 100, rng: np.random.Generator | None = None
+    logits: Array, covariance: Array, *, link: str = "scaled", draws: int = 100, rng: Rng | None = None
 ) -> Array:
     """Class probabilities (n, C) of normal outputs with means (n, C) and covariances (n, C, C): `fedppl.nn.predict`."""
     variance = np.diagonal(covariance, axis1=1, axis2=2)
@@ -312,11 +300,11 @@ def probabilities(
     rng = np.random.default_rng() if rng is None else rng
     total = np.zeros_like(logits)
     for at in _drawn(logits, covariance, draws, rng):
-        total += np.exp(log_softmax(at, axis=1))
+        total += softmax(at, axis=1)
     return np.asarray(total / draws)
 
 
-def _drawn(outputs: Array, covariance: Array, draws: int, rng: np.random.Generator) -> Iterator[Array]:
+def _drawn(outputs: Array, covariance: Array, draws: int, rng: Rng) -> Iterator[Array]:
     """Normal draws (n, C) of outputs with these means and covariances."""
     values, vectors = np.linalg.eigh(covariance)
     root = vectors * np.sqrt(np.clip(values, 0.0, None))[:, None]
@@ -328,20 +316,18 @@ _EACH = 10  # draws of an outcome for each draw of outputs
 
 
 def _outcomes_at(
-    unit: NetworkUnit,
+    likelihood: Declared,
     others: Mapping[str, Array],
     outputs: Array,
     covariance: Array,
     draws: int,
     ci_prob: float,
-    rng: np.random.Generator,
+    rng: Rng,
 ) -> tuple[dict[str, Array], dict[str, tuple[str, ...]]]:
     """Means, sds and intervals of outcomes, or probabilities of classes, with dims of each.
 
     Outputs are with unknowns, (n, C + e), and their covariance (n, C + e, C + e); where it is 0, one draw is enough.
     """
-    likelihood = unit.likelihood
-    assert isinstance(likelihood, Declared)
     functions, count = likelihood.drawn(), likelihood.outputs
     variance = np.diagonal(covariance, axis1=1, axis2=2)[:, :count].copy()
     is_known = not np.any(covariance)
@@ -353,10 +339,8 @@ def _outcomes_at(
             if likelihood.kind != "categorical":
                 drawn += [functions.draw(at, others, rng) for _ in range(_EACH * (draws if is_known else 1))]
         except Exception as error:
-            raise DataError(
-                f"outcomes ({likelihood.kind}) cannot be drawn at the new inputs ({reason(error)}); look at the size "
-                "of inputs and at what the likelihood reads beside them, and give pm.CustomDist a random=."
-            ) from error
+            what = f"outcomes ({likelihood.kind}) cannot be drawn at the new inputs ({reason(error)})"
+            raise DataError(f"{what}; scale inputs, or give pm.CustomDist a random=.") from error
     moments = {"output_mean": outputs[:, :count], "output_variance": variance}
     dims: dict[str, tuple[str, ...]] = dict.fromkeys(moments, ("row", "output"))
     if likelihood.kind == "categorical":

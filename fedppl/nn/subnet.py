@@ -15,28 +15,31 @@ other layers take rows √Λ J in chunks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from fedppl.nn.functional import Places, call, factored_on, gradients, hooked, host, parameter_slices, tensor
+from fedppl.nn.functional import Places, call, gradients, hooked, host, parameter_slices, positions, tensor
 from fedppl.nn.likelihood import Declared
 from fedppl.nn.unit import NetworkUnit, outcomes, outputs
-from fedppl.types import Array, DeclarationError, LocalFailure
+from fedppl.settings import one_of
+from fedppl.types import Array, DeclarationError, LocalFailure, Rng
 
 _NUMBERS = 2**25  # in one array of a chunk
+RULES = ("live", "variance")  # by which a subnetwork is chosen
 _LOOKED_AT = 3  # rows on which to check that a layer's derivatives factor
 
 
 class Slopes(NamedTuple):
     """Derivatives of C outputs of b rows with respect to the weights of S; outputs may be in a basis of √Λ."""
 
-    slope: torch.Tensor  # ∂f_c / ∂z_u of the units of linear layers, (b, C, U)
-    inputs: torch.Tensor  # of these layers, side by side, with a column of ones for biases, (b, K)
-    rest: torch.Tensor | None  # ∂f_c / ∂w of other weights, (b, C, r)
+    slope: Tensor  # ∂f_c / ∂z_u of the units of linear layers, (b, C, U)
+    inputs: Tensor  # of these layers, side by side, with a column of ones for biases, (b, K)
+    rest: Tensor  # ∂f_c / ∂w of other weights, (b, C, r)
     plan: _Plan
 
 
@@ -72,18 +75,12 @@ def chunks(
 
 
 def slopes(
-    unit: NetworkUnit,
-    state: dict[str, Any],
-    X: torch.Tensor,
-    plan: _Plan,
-    y: torch.Tensor | None = None,
-    *,
-    expected: bool = False,
+    unit: NetworkUnit, state: dict[str, Any], X: Tensor, plan: _Plan, y: Tensor | None = None, *, expected: bool = False
 ) -> Slopes:
     """Derivatives of one chunk, in the basis of √Λ with outcomes y, else of the outputs."""
-    calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    calls: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def keep(name: str, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    def keep(name: str, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
         calls[name] = given[0].detach().clone(), output
         return output.clone()  # the next layer may change it in place
 
@@ -92,55 +89,44 @@ def slopes(
         output = call(unit.net, live, X).reshape(len(X), -1)
     eye = torch.eye(output.shape[1], dtype=output.dtype, device=output.device).expand(len(X), -1, -1)
     factor = eye if y is None else unit.likelihood.root(output.detach(), y, expected=expected)
-    slope = inputs = torch.zeros(len(X), 0, 0, dtype=output.dtype, device=output.device)
+    slope = rest = factor.new_zeros(len(X), factor.shape[2], 0)
+    inputs = factor.new_zeros(len(X), 0)
     if plan.layers:
         layers = [calls[name] for name in plan.layers]
         rows = [gradients(output, [z for _, z in layers], factor[:, :, c], keep=True) for c in range(factor.shape[2])]
         slope = torch.stack([torch.cat(row, dim=1) for row in rows], dim=1)
-        ones = torch.ones(len(X), 1, dtype=output.dtype, device=output.device)
-        inputs = torch.cat([part for a, _ in layers for part in (a.detach(), ones)], dim=1)
-    rest = _rest(unit, state, X, plan.rest, factor) if plan.rest else None
+        inputs = torch.cat([part for a, _ in layers for part in (a, factor.new_ones(len(X), 1))], dim=1)
+    if plan.rest:
+        rest = _rest(unit, state, X, plan.rest, factor)
     return Slopes(slope, inputs, rest, plan)
 
 
-def rows_of(part: Slopes, size: int) -> torch.Tensor:
+def rows_of(part: Slopes, size: int) -> Tensor:
     """√Λ J of a chunk, (b, C, s)."""
-    like, plan = part.slope if part.rest is None else part.rest, part.plan
-    J = like.new_zeros(*like.shape[:2], size)
-    if len(plan.places):
-        J[:, :, plan.places] = part.slope[:, :, plan.unit] * part.inputs[:, None, plan.column]
-    if part.rest is not None:
-        J[:, :, plan.rest_places] = part.rest
+    plan, J = part.plan, part.rest.new_zeros(*part.rest.shape[:2], size)
+    J[:, :, plan.places] = part.slope[:, :, plan.unit] * part.inputs[:, None, plan.column]
+    J[:, :, plan.rest_places] = part.rest
     return J
 
 
-def along(part: Slopes, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function from a change of S (s,) to J times it, (b, C), with J in memory only where it is small."""
-    (b, C), units, plan = (part.slope if part.rest is None else part.rest).shape[:2], part.slope.shape[2], part.plan
-    if b * C * size <= _NUMBERS // 4:
-        J = rows_of(part, size)
-        return lambda change: J @ change
-
-    def factored(change: torch.Tensor) -> torch.Tensor:
-        product = change.new_zeros(b, C)
-        if part.rest is not None:
-            product += part.rest @ change[plan.rest_places]
-        if len(plan.places):
-            across = change.new_zeros(units, part.inputs.shape[1])
-            across[plan.unit, plan.column] = change[plan.places]
-            product += (part.slope @ (part.inputs @ across.T)[:, :, None])[:, :, 0]
-        return product
-
-    return factored
+def _spread_out(part: Slopes, values: Tensor) -> Tensor:
+    """Values of the weights of S (s,) in a matrix of linear layers' units and inputs, (U, K)."""
+    matrix = values.new_zeros(part.slope.shape[2], part.inputs.shape[1])
+    matrix[part.plan.unit, part.plan.column] = values[part.plan.places]
+    return matrix
 
 
-def _rest(
-    unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, places: dict[str, Any], factor: torch.Tensor
-) -> torch.Tensor:
+def along(part: Slopes, change: Tensor) -> Tensor:
+    """J times a change of S (s,), (b, C), without J in memory."""
+    of_units = part.inputs @ _spread_out(part, change).T
+    return part.rest @ change[part.plan.rest_places] + (part.slope @ of_units[:, :, None])[:, :, 0]
+
+
+def _rest(unit: NetworkUnit, state: dict[str, Any], X: Tensor, places: dict[str, Any], factor: Tensor) -> Tensor:
     """Derivatives with respect to weights of layers that are not linear, (b, C, r)."""
     chosen, others = {k: state[k] for k in places}, {k: v for k, v in state.items() if k not in places}
 
-    def output(values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    def output(values: dict[str, Tensor], x: Tensor) -> Tensor:
         return call(unit.net, {**values, **others}, x[None]).reshape(-1)
 
     try:
@@ -153,10 +139,10 @@ def _rest(
     return factor.mT @ torch.cat(parts, dim=2).detach()
 
 
-def _row_by_row(compute: Any, chosen: dict[str, torch.Tensor], X: torch.Tensor) -> dict[str, torch.Tensor]:
+def _row_by_row(compute: Any, chosen: dict[str, Tensor], X: Tensor) -> dict[str, Tensor]:
     """∂f / ∂w by name, (b, C, ...), for one row and one output at a time."""
     live = {name: value.detach().requires_grad_() for name, value in chosen.items()}
-    rows: list[list[tuple[torch.Tensor, ...]]] = []
+    rows: list[list[tuple[Tensor, ...]]] = []
     with torch.enable_grad():
         for x in X:
             output = compute(live, x)
@@ -164,17 +150,15 @@ def _row_by_row(compute: Any, chosen: dict[str, torch.Tensor], X: torch.Tensor) 
     return {name: torch.stack([torch.stack([c[i] for c in row]) for row in rows]) for i, name in enumerate(live)}
 
 
-def _checked_plan(unit: NetworkUnit, state: dict[str, Any], x: torch.Tensor, index: Places) -> _Plan:
+def _checked_plan(unit: NetworkUnit, state: dict[str, Any], x: Tensor, index: Places) -> _Plan:
     """Factor the layers whose derivatives factor at a few rows: a weight may be used outside its layer's call too."""
     plan = _plan(unit, state, x, index, ())
     outside = []
     for layer in plan.layers:
         dot = f"{layer}." if layer else ""  # the network may be the layer
         names = [name for name in (f"{dot}weight", f"{dot}bias") if name in unit.names]
-        slices = parameter_slices(unit.net)
-        places = np.concatenate([np.arange(slices[name].start, slices[name].stop) for name in names])
-        alone = _plan(unit, state, x, places, ())
-        factored = rows_of(slopes(unit, state, x, alone), len(places))
+        places = positions(unit.net, names)
+        factored = rows_of(slopes(unit, state, x, _plan(unit, state, x, places, ())), len(places))
         every = {name: np.arange(state[name].numel()) for name in names}
         eye = torch.eye(factored.shape[1], dtype=factored.dtype, device=factored.device)
         expected = _rest(unit, state, x, every, eye)
@@ -184,21 +168,20 @@ def _checked_plan(unit: NetworkUnit, state: dict[str, Any], x: torch.Tensor, ind
     return _plan(unit, state, x, index, tuple(outside)) if outside else plan
 
 
-def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Places, outside: tuple[str, ...]) -> _Plan:
-    """Factor the weights of linear layers that are called once, on a matrix."""
+def _plan(unit: NetworkUnit, state: dict[str, Any], X: Tensor, index: Places, outside: tuple[str, ...]) -> _Plan:
+    """Factor the weights of linear layers that are called once, on a matrix, but for those `outside`."""
     calls: dict[str, list[int]] = {}
     linear = {name: layer for name, layer in unit.net.named_modules() if type(layer) is torch.nn.Linear}
 
-    def count(name: str, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    def count(name: str, given: tuple[Tensor, ...], output: Tensor) -> None:
         calls.setdefault(name, []).append(given[0].ndim)
 
     with hooked(linear, count), torch.no_grad():
         call(unit.net, state, X)
     owners = Counter(id(value) for layer in unit.net.modules() for value in layer.parameters(recurse=False))
     offsets: dict[str, tuple[int, int]] = {}  # by layer, where its units and columns begin
-    units, columns, places, rest_places = [], [], [], []
-    rest: dict[str, Any] = {}
-    slices = parameter_slices(unit.net)
+    factored, rest = [np.zeros((3, 0), dtype=np.int64)], dict[str, NDArray[np.int64]]()
+    rest_places, slices = [np.zeros(0, dtype=np.int64)], parameter_slices(unit.net)
     first_unit = first_column = 0
     for name, value in unit.net.named_parameters():
         inside = np.flatnonzero((index >= slices[name].start) & (index < slices[name].stop))
@@ -214,18 +197,14 @@ def _plan(unit: NetworkUnit, state: dict[str, Any], X: torch.Tensor, index: Plac
                 offsets[owner] = first_unit, first_column
                 first_unit += linear[owner].out_features
                 first_column += inputs + 1
-            u0, c0 = offsets[owner]
-            units.append(u0 + (at // inputs if kind == "weight" else at))
-            columns.append(c0 + (at % inputs if kind == "weight" else np.full(len(at), inputs)))
-            places.append(inside)
+            (u0, c0), is_weight = offsets[owner], kind == "weight"
+            columns = at % inputs if is_weight else np.full(len(at), inputs)
+            factored.append(np.stack([u0 + (at // inputs if is_weight else at), c0 + columns, inside]))
         else:
             rest[name] = at
             rest_places.append(inside)
-
-    def joined(parts: list[Any]) -> Any:
-        return np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)
-
-    return _Plan(tuple(offsets), joined(units), joined(columns), joined(places), rest, joined(rest_places))
+    units, columns, places = np.concatenate(factored, axis=1)
+    return _Plan(tuple(offsets), units, columns, places, rest, np.concatenate(rest_places))
 
 
 # The posterior of a subnetwork's weights ------------------------------------------------------------------------------
@@ -240,7 +219,7 @@ class Subnetwork(NamedTuple):
     places: Places  # of S in w, (s,)
     covariance: Array  # of w_S, (s, s), or (s,) where its weights are independent
 
-    def deviations(self, count: int, rng: np.random.Generator) -> Array:
+    def deviations(self, count: int, rng: Rng) -> Array:
         """Draws of w_S − ŵ_S, (count, s)."""
         noise = rng.normal(size=(count, len(self.places)))
         if self.covariance.ndim == 1:
@@ -253,12 +232,9 @@ def curvature_diagonal(unit: NetworkUnit, w: Array, index: Places, *, dtype: tor
     diagonal = np.zeros(len(index))
     for part in chunks(unit, w, index, dtype):
         plan = part.plan
-        if part.rest is not None:
-            diagonal[plan.rest_places] += host((part.rest**2).sum((0, 1)))
-        if len(plan.places):
-            squares = (part.slope**2).sum(1)  # (b, units)
-            products = squares.T @ part.inputs**2
-            diagonal[plan.places] += host(products[plan.unit, plan.column])
+        diagonal[plan.rest_places] += host((part.rest**2).sum((0, 1)))
+        products = (part.slope**2).sum(1).T @ part.inputs**2
+        diagonal[plan.places] += host(products[plan.unit, plan.column])
     return diagonal
 
 
@@ -274,12 +250,9 @@ def select(variance: Array, curvature: Array, count: int, *, rule: str = "live")
     ----------
     .. [1] Chen et al., FedSI, eqs. 13 and 14.
     """
-    if rule not in ("live", "variance"):
-        raise DeclarationError(f'rule={rule!r} must be "live" or "variance".')
+    one_of("rule", rule, RULES)
     if not 0 < count <= len(variance):
-        raise DeclarationError(
-            f"a subnetwork of {count} weights cannot be chosen from {len(variance)}; take 1 to all of them."
-        )
+        raise DeclarationError(f"{count} weights cannot be chosen from {len(variance)}; take 1 to all of them.")
     marginal = 1.0 / (1.0 / variance + curvature)
     if rule == "live":
         # Weights without curvature come last, in the order of their variances.
@@ -295,35 +268,33 @@ def curvature(unit: NetworkUnit, w: Array, index: Places, *, dtype: torch.dtype 
     matrix = torch.zeros(len(index), len(index), dtype=dtype, device=unit.place(dtype))
     order = np.arange(len(index))
     for part in chunks(unit, w, index, dtype):
-        if part.rest is None:
-            by_unit = np.argsort(part.plan.unit, kind="stable")
-            _add_pairs(matrix, part, by_unit)
-            order = part.plan.places[by_unit]
-        else:
+        if part.plan.rest:
             add_square(matrix, rows_of(part, len(index)).flatten(0, 1))
-    upper = torch.triu(matrix)
+            continue
+        order, groups = _by_unit(part)
+        for position, (first, here, left) in enumerate(groups):  # the upper triangle, a block for every pair of units
+            weight = (part.slope[:, :, first, None] * part.slope).sum(1)  # w_hh'(n), (b, units)
+            turned = left.T.contiguous()
+            for second, there, right in groups[position:]:
+                matrix[here, there] += turned @ (right * weight[:, second, None])
     back = np.argsort(order)
-    return np.asarray(host(upper + torch.triu(matrix, 1).T)[np.ix_(back, back)])
+    return np.asarray(host(_mirrored(matrix))[np.ix_(back, back)])
 
 
-def _by_unit(part: Slopes, order: NDArray[np.int64]) -> list[tuple[int, slice, torch.Tensor]]:
-    """Weights of each unit, which are adjacent in `order`: (unit, slice of `order`, their inputs (b, k))."""
+def _mirrored(matrix: Tensor) -> Tensor:
+    """The symmetric matrix with this upper triangle."""
+    return torch.triu(matrix) + torch.triu(matrix, 1).T
+
+
+def _by_unit(part: Slopes) -> tuple[NDArray[np.int64], list[tuple[int, slice, Tensor]]]:
+    """Weights in the order of their units; and of each unit its number, slice of that order, and inputs (b, k)."""
+    order = np.argsort(part.plan.unit, kind="stable")
     units, starts = np.unique(part.plan.unit[order], return_index=True)
     column = part.plan.column[order]
-    return [
+    return part.plan.places[order], [
         (int(unit), slice(int(a), int(b)), part.inputs[:, column[a:b]].contiguous())
         for unit, a, b in zip(units, starts, [*starts[1:], len(order)], strict=True)
     ]
-
-
-def _add_pairs(matrix: torch.Tensor, part: Slopes, order: NDArray[np.int64]) -> None:
-    """Add the upper triangle, a block for every pair of units."""
-    groups = _by_unit(part, order)
-    for position, (first, here, left) in enumerate(groups):
-        weight = (part.slope[:, :, first, None] * part.slope).sum(1)  # w_hh'(n), (b, units)
-        turned = left.T.contiguous()
-        for second, there, right in groups[position:]:
-            matrix[here, there] += turned @ (right * weight[:, second, None])
 
 
 def infer(
@@ -343,10 +314,12 @@ def infer(
     _require_finite(w)
     if diagonal:
         return Subnetwork(w, index, 1.0 / (1.0 / variance + curvature_diagonal(unit, w, index, dtype=dtype)))
-    few = of_few_rows(unit, w, index, variance, dtype)
-    if few is not None:
-        return Subnetwork(w, index, covariance_of(few))
-    device = factored_on(unit.place(dtype))
+    device = unit.place(torch.float64)  # where matrices are factored: not every torch factors and inverts them on "mps"
+    if (few := of_few_rows(unit, w, index, variance, dtype)) is not None:
+        scale, half = few
+        matrix = torch.eye(len(scale), dtype=dtype, device=device)
+        add_square(matrix, half, -1.0)
+        return Subnetwork(w, index, host(_mirrored(matrix).mul_(scale).mul_(scale[:, None])))
     matrix = tensor(curvature(unit, w, index, dtype=dtype), dtype, device)
     matrix.diagonal().add_(tensor(1.0 / variance, dtype, device))
     factor, failed = torch.linalg.cholesky_ex(matrix)
@@ -358,8 +331,7 @@ def infer(
     if dtype != torch.float64:
         return infer(unit, w, index, variance)
     raise LocalFailure(
-        "the data inform some directions of the subnetwork's weights too much more than others for double precision; "
-        "bring inputs to sd 1, or lower prior_variance="
+        "the posterior is too narrow for double precision; bring inputs to sd 1, or lower prior_variance="
     )
 
 
@@ -374,7 +346,8 @@ def marginals(
 ) -> Array:
     """Variances (s,) of what `infer` gives, which cost less than all covariances."""
     if not diagonal and (few := of_few_rows(unit, w, index, variance, dtype)) is not None:
-        return variances_of(few)
+        scale, half = few
+        return host(scale**2 * (1.0 - (half**2).sum(0)))
     covariance = infer(unit, w, index, variance, dtype=dtype, diagonal=diagonal).covariance
     return covariance if diagonal else np.diag(covariance)
 
@@ -410,14 +383,16 @@ def output_covariance(unit: NetworkUnit, q: Subnetwork, X: Array) -> Array:
     parts = []
     for part in chunks(unit, q.weights, q.places, torch.float64, X=X):
         if q.covariance.ndim == 1:
-            parts.append(_of_independent(part, covariance))
+            # Of a unit of a linear layer: Σ_u ∂f_c/∂z_u ∂f_c'/∂z_u Σ_i x_i² Var(w_ui).
+            of_units = part.slope * (part.inputs**2 @ _spread_out(part, covariance).T)[:, None]
+            of_rest = part.rest * covariance[part.plan.rest_places]
+            parts.append(of_rest @ part.rest.mT + of_units @ part.slope.mT)
             continue
-        if part.rest is not None:
+        if part.plan.rest:
             J = rows_of(part, len(q.places))
             parts.append(J @ covariance @ J.mT)
             continue
-        by_unit = np.argsort(part.plan.unit, kind="stable")
-        groups, order = _by_unit(part, by_unit), part.plan.places[by_unit]
+        order, groups = _by_unit(part)
         sorted_covariance = covariance[order][:, order]
         middle = part.slope.new_zeros(len(part.inputs), part.slope.shape[2], part.slope.shape[2])
         for position, (first, here, left) in enumerate(groups):
@@ -429,36 +404,23 @@ def output_covariance(unit: NetworkUnit, q: Subnetwork, X: Array) -> Array:
     return host(torch.cat(parts))
 
 
-def _of_independent(part: Slopes, variance: torch.Tensor) -> torch.Tensor:
-    """Covariance of the outputs for independent weights, a sum over layers, (b, C, C)."""
-    plan = part.plan
-    terms = [] if part.rest is None else [(part.rest * variance[plan.rest_places]) @ part.rest.mT]
-    if len(plan.places):
-        # Of a unit of a linear layer: Σ_u ∂f_c/∂z_u ∂f_c'/∂z_u Σ_i x_i² Var(w_ui).
-        spread = part.slope.new_zeros(part.slope.shape[2], part.inputs.shape[1])
-        spread[plan.unit, plan.column] = variance[plan.places]
-        terms.append((part.slope * (part.inputs**2 @ spread.T)[:, None]) @ part.slope.mT)
-    return torch.stack(terms).sum(0)
-
-
 _BLOCK = 128  # columns of a product, at least
 _POWERS = 20  # iterations of the power method
 _LOST = 1e-3  # relative error of the smallest variance by rounding
 _FEWER = 3  # ratio of weights to rows above which the products are cheaper
 
 
-class FewRows(NamedTuple):
-    """Factors of the covariance √g (I − Bᵀ B) √g."""
+def of_few_rows(
+    unit: NetworkUnit, w: Array, index: Places, variance: Array, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | None:
+    """Factors √g (s,) and B (rows, s) of the covariance √g (I − Bᵀ B) √g of `infer`.
 
-    scale: torch.Tensor  # √g, (s,)
-    half: torch.Tensor  # B = L⁻¹ A with L Lᵀ = I + A Aᵀ, (rows, s)
-
-
-def of_few_rows(unit: NetworkUnit, w: Array, index: Places, variance: Array, dtype: torch.dtype) -> FewRows | None:
-    """The posterior of `infer`; None where too many rows make it slow, or rounding errors would be too large."""
+    With rows A = √Λ J √g it is B = L⁻¹ A with L Lᵀ = I + A Aᵀ. None where too many rows make it slow, or rounding
+    errors would be too large.
+    """
     if not len(unit.X) or _FEWER * len(unit.X) * outputs(unit, w, unit.X[:1]).numel() > len(index):
         return None
-    device = factored_on(unit.place(dtype))
+    device = unit.place(torch.float64)
     scale = tensor(np.sqrt(variance), dtype, device)
     rows = [rows_of(part, len(index)).flatten(0, 1) for part in chunks(unit, w, index, dtype)]
     A = torch.cat(rows).to(device) * scale
@@ -467,25 +429,10 @@ def of_few_rows(unit: NetworkUnit, w: Array, index: Places, variance: Array, dty
     largest = largest_eigenvalue(inner, torch.ones(len(inner), dtype=dtype, device=device))
     if not largest * torch.finfo(dtype).eps <= _LOST:  # the narrowest direction's variance is 1 / largest
         return None
-    return FewRows(scale, torch.linalg.solve_triangular(torch.linalg.cholesky(inner), A, upper=False))
+    return scale, torch.linalg.solve_triangular(torch.linalg.cholesky(inner), A, upper=False)
 
 
-def variances_of(few: FewRows) -> Array:
-    """The diagonal of the covariance, (s,)."""
-    return np.asarray(host(few.scale**2 * (1.0 - (few.half**2).sum(0))))
-
-
-def covariance_of(few: FewRows) -> Array:
-    """The covariance, (s, s)."""
-    scale, half = few
-    matrix = torch.eye(len(scale), dtype=scale.dtype, device=scale.device)
-    add_square(matrix, half, -1.0)
-    matrix = torch.triu(matrix)
-    matrix += torch.triu(matrix, 1).T
-    return np.asarray(host(matrix.mul_(scale).mul_(scale[:, None])))
-
-
-def add_square(matrix: torch.Tensor, rows: torch.Tensor, sign: float = 1.0) -> None:
+def add_square(matrix: Tensor, rows: Tensor, sign: float = 1.0) -> None:
     """Add ± rowsᵀ rows to the upper triangle, and to a small part of the lower one."""
     size = max(_BLOCK, -(-len(matrix) // 8))
     for start in range(0, len(matrix), size):
@@ -493,7 +440,7 @@ def add_square(matrix: torch.Tensor, rows: torch.Tensor, sign: float = 1.0) -> N
         matrix[here, start:].addmm_(rows[:, here].T, rows[:, start:], alpha=sign)
 
 
-def largest_eigenvalue(matrix: torch.Tensor, scale: torch.Tensor) -> float:
+def largest_eigenvalue(matrix: Tensor, scale: Tensor) -> float:
     """The largest eigenvalue of scale · matrix · scale, or slightly less; at least its largest diagonal entry."""
     vector = torch.zeros_like(scale)
     vector[(matrix.diagonal() * scale**2).argmax()] = 1.0

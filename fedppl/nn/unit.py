@@ -11,21 +11,25 @@ import pytensor.tensor as pt
 import torch
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
+from torch import Tensor, nn
 
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.checks import new_inputs
+from fedppl.model.client import ClientModel
 from fedppl.nn import functional
-from fedppl.nn.functional import Places, parts_of
-from fedppl.nn.likelihood import CONTRACT, Declared, Likelihood, Read, columns
+from fedppl.nn.functional import Places
+from fedppl.nn.likelihood import CONTRACT, Declared, Likelihood, columns
 from fedppl.types import Array, DataError, DeclarationError, Variable
+
+Pair = tuple[Array, Array]  # means of independent weights, and their precisions or sds
 
 
 class DeclaredNetwork(NamedTuple):
     """A network as a model declares it, the same for all clients of one template."""
 
-    net: torch.nn.Module  # unknowns of the likelihood are parameters of it too
-    plain: torch.nn.Module  # the declared one, without unknowns
+    net: nn.Module  # unknowns of the likelihood are parameters of it too
+    plain: nn.Module  # the declared one, without unknowns
     device: torch.device  # where it is computed
     names: tuple[str, ...]  # torch's, of all parameters, in the order of the flat vector w (d,)
     unknowns: tuple[str, ...]  # those of these names that belong to the likelihood
@@ -44,35 +48,33 @@ class NetworkUnit:
     """One client as torch sees it: its network as declared, the same for all clients, and its rows X and outcomes y.
 
     `names` are torch's of all parameters, in the order of the flat vector w (d,); d is `size`. Coordinates of φ (m,)
-    and θ (d_k,) lie in w at `shared_at` and `local_at`.
+    and θ (d_k,) lie in w at `shared_at` and `local_at`; θ starts at `start`, PyMC's initial point.
     """
 
-    def __init__(
-        self, client_id: str, declared: DeclaredNetwork, arrays: Mapping[str, Any], inputs: tuple[Any, ...]
-    ) -> None:
-        self.declared, self.likelihood, self.names = declared, declared.likelihood, declared.names
-        self.shared_at, self.local_at = declared.shared_at, declared.local_at
-        self.size = len(declared.shared_at) + len(declared.local_at)
+    def __init__(self, client: ClientModel, declared: DeclaredNetwork) -> None:
+        self.who, self.declared, self.likelihood = f"client {client.client_id!r}", declared, declared.likelihood
+        self.names, self.shared_at, self.local_at = declared.names, declared.shared_at, declared.local_at
+        self.size, self.start = len(self.shared_at) + len(self.local_at), client.initial
+        self.heads: dict[tuple[str, ...], Any] = {}  # those that `fedppl.nn.head.head_of` has read
+        self._arrays = client.arrays
         for name in declared.labels:
-            classes = np.asarray(arrays[name])
+            classes = np.asarray(self._arrays[name])
             if not np.array_equal(classes, np.round(classes)):
+                wrong = classes[classes != np.round(classes)][0]
                 raise DataError(
-                    f"client {client_id!r}: {name!r} holds {classes[classes != np.round(classes)][0]}, and classes "
-                    "are whole numbers from 0; a categorical outcome would cut off what follows the point."
+                    f"{self.who}: {name!r} holds {wrong}, and classes are whole numbers from 0; round them."
                 )
-        X, *columns_of_y = (np.asarray(array) for array in declared.rows(*inputs))
-        self.X: Array = X
+        self.X: Array
+        self.X, *columns_of_y = (np.asarray(array) for array in declared.rows(*client.inputs))
         self.y: Array = columns_of_y[0]
+        self._read = self.likelihood.read if isinstance(self.likelihood, Declared) else ()
         if self._read:
-            self.y = columns(client_id, self._read, columns_of_y, len(X))
-        elif len(self.y) != len(X):
-            raise DataError(
-                f"client {client_id!r}: {len(self.y)} outcomes and {len(X)} rows of inputs; give one for each row."
-            )
-        self._arrays = arrays
+            self.y = columns(self.who, self._read, columns_of_y, len(self.X))
+        elif len(self.y) != len(self.X):
+            raise DataError(f"{self.who}: {len(self.y)} outcomes and {len(self.X)} rows of inputs; give one a row.")
 
     @property
-    def net(self) -> torch.nn.Module:
+    def net(self) -> nn.Module:
         """The network, a copy for this thread; parameters and buffers for `call` come from `state`."""
         return functional.own_copy(self.declared.net)
 
@@ -80,11 +82,11 @@ class NetworkUnit:
         """The device of numbers of this type."""
         return functional.placed(self.declared.device, dtype)
 
-    def tensor(self, values: Array, dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, values: Array, dtype: torch.dtype) -> Tensor:
         """Numbers on the network's device: real ones in this type, whole ones unchanged."""
         return functional.tensor(values, dtype, self.place(dtype))
 
-    def state(self, w: Array, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    def state(self, w: Array, dtype: torch.dtype) -> dict[str, Tensor]:
         """Parameters, from w (d,), and buffers, on the network's device."""
         return functional.state_of(self.net, self.tensor(np.asarray(w, dtype=float), dtype))
 
@@ -96,55 +98,64 @@ class NetworkUnit:
     @property
     def inferable_at(self) -> Places:
         """Where weights that can have a posterior lie in φ; unknowns of the likelihood are points."""
-        slices = functional.parameter_slices(self.declared.net)
-        points = [np.arange(slices[name].start, slices[name].stop) for name in self.declared.unknowns]
-        return np.flatnonzero(~np.isin(self.shared_at, np.concatenate([np.zeros(0, int), *points])))
+        points = functional.positions(self.declared.net, self.declared.unknowns)
+        return np.flatnonzero(~np.isin(self.shared_at, points))
 
-    def loaded(self, w: Array) -> torch.nn.Module:
+    def places(self, which: str | tuple[str, ...]) -> Places:
+        """Positions in w of "shared", "local" or "all" weights, or of those named as in torch; refused are none."""
+        if isinstance(which, str):
+            groups = {"shared": self.shared_at, "local": self.local_at, "all": np.arange(self.size)}
+            if which not in groups:
+                raise DeclarationError(f'{which!r} must be "shared", "local", "all" or a tuple of {list(self.names)}.')
+            positions = groups[which]
+        else:
+            if unknown := sorted(set(which) - set(self.names)):
+                raise DeclarationError(f"{unknown} are no parameters of the network; it has {list(self.names)}.")
+            positions = functional.positions(self.declared.net, [name for name in self.names if name in which])
+        if not len(positions):
+            raise DeclarationError(f"{which!r} names no weights: share others, name some, or pass tune=None.")
+        return positions
+
+    def names_at(self, places: Places) -> list[str]:
+        """Names of the parameters that have weights at some of these places."""
+        chosen = np.isin(np.arange(self.size), places)
+        return [name for name, at in functional.parameter_slices(self.declared.net).items() if chosen[at].any()]
+
+    def loaded(self, w: Array) -> nn.Module:
         """A copy of the declared network with these weights."""
         net, flat = copy.deepcopy(self.declared.plain), torch.from_numpy(np.asarray(w)).to(torch.get_default_dtype())
-        slices = functional.parameter_slices(self.declared.net)
+        values = functional.pieces(self.declared.net, flat)
         with torch.no_grad():
             for name, value in net.named_parameters():
-                value.copy_(flat[slices[name]].view_as(value))
+                value.copy_(values[name])
         return net
 
-    def weights(self, phi: Array, theta: Array) -> Array:
-        """w (d,) from φ and θ."""
+    def weights(self, phi: Any, theta: Any = None) -> Array:
+        """w (d,) from φ and θ, or from one number for all of either; by default θ at the start."""
         w = np.empty(self.size)
-        w[self.shared_at], w[self.local_at] = phi, theta
+        w[self.shared_at], w[self.local_at] = phi, self.start if theta is None else theta
         return w
 
-    def at(self, inputs: Mapping[str, Any]) -> Array:
-        """The network's input for new rows, by the names of the model's containers."""
-        values = self._new(inputs)
-        return np.asarray(self.declared.inputs(*(values[name] for name in self.declared.containers)))
+    def inputs(self, new: Mapping[str, Any]) -> tuple[Array, dict[str, Array]]:
+        """The network's input for new rows, by the names of the model's containers.
 
-    def others(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        """The variables that the likelihood reads of new rows beside the network's output, by name."""
-        numbers = {variable.name: self._arrays[variable.name] for variable in self._read if not variable.by_row}
-        return {name: np.asarray(value) for name, value in (numbers | self._new(inputs)).items()}
-
-    @property
-    def _read(self) -> tuple[Read, ...]:
-        return self.likelihood.read if isinstance(self.likelihood, Declared) else ()
-
-    def _new(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        if not self.declared.containers:
-            raise DeclarationError(
-                "the model holds its inputs as constants, so that there is no place for new ones; put them into "
-                'pm.Data, X = pm.Data("X", X), and fit again.'
-            )
+        And the variables that the likelihood reads of these rows beside the network's output, by name.
+        """
+        containers = self.declared.containers
+        if not containers:
+            raise DeclarationError('the model holds its inputs as constants; put them into pm.Data("X", X).')
         beside = {read.name: read.dtype for read in self._read if read.by_row and not read.is_outcome}
-        return new_inputs(inputs, {**self.declared.containers, **beside}, self._arrays)
+        values = new_inputs(new, {**containers, **beside}, self._arrays)
+        numbers = {read.name: self._arrays[read.name] for read in self._read if not read.by_row}
+        others = {name: np.asarray(value) for name, value in (numbers | values).items()}
+        return np.asarray(self.declared.inputs(*(values[name] for name in containers))), others
 
 
-def outputs(unit: NetworkUnit, w: Array, X: Array) -> torch.Tensor:
+def outputs(unit: NetworkUnit, w: Array, X: Array) -> Tensor:
     """f(X; w), (n, C), in float64."""
     net, state = unit.net, unit.state(w, torch.float64)
     with torch.no_grad():
-        parts = [functional.call(net, state, unit.tensor(X[rows], torch.float64)) for rows in parts_of(net, X.shape)]
-    return torch.cat(parts)
+        return functional.by_parts(net, lambda x: functional.call(net, state, unit.tensor(x, torch.float64)), X)
 
 
 def log_likelihood(unit: NetworkUnit, w: Array) -> float:
@@ -152,7 +163,7 @@ def log_likelihood(unit: NetworkUnit, w: Array) -> float:
     return unit.likelihood.log_density(outputs(unit, w, unit.X), outcomes(unit, torch.float64))
 
 
-def outcomes(unit: NetworkUnit, dtype: torch.dtype) -> torch.Tensor:
+def outcomes(unit: NetworkUnit, dtype: torch.dtype) -> Tensor:
     """The client's outcomes in the form that its likelihood needs."""
     return unit.likelihood.outcomes(unit.y, dtype, unit.place(dtype))
 
@@ -175,35 +186,31 @@ class LocalPrior(NamedTuple):
         normal = float(np.sum((0.5 * log_precision - 0.5 * self.precision * (theta - self.mean) ** 2)[is_normal]))
         return normal if self.others is None else normal + float(self.others(theta)[0])
 
-    def penalty(self, theta: torch.Tensor) -> torch.Tensor:
+    def penalty(self, theta: Tensor) -> Tensor:
         """Minus the log density of priors that are not normal, differentiable by torch."""
-        density: torch.Tensor = functional.Computed.apply(theta, self.others)  # type: ignore[no-untyped-call]
+        density: Tensor = functional.Computed.apply(theta, self.others)  # type: ignore[no-untyped-call]
         return -density
 
 
 def local_prior(who: str, parts: _graph.Parts, local: Sequence[Variable]) -> LocalPrior:
     """Read the priors of local variables, whose parameters are constants."""
-    means, precisions, others = [np.zeros(0)], [np.zeros(0)], []
+    theta, model, others = pt.vector("theta"), parts.model, []
+    shapes = {model.rvs_to_values[rv]: variable.shape for rv, variable in zip(parts.local, local, strict=True)}
+    means, precisions = [np.zeros(0)], [np.zeros(0)]
     for rv, variable in zip(parts.local, local, strict=True):
-        if not (set(ancestors([rv])) - {rv}).isdisjoint([*parts.model.basic_RVs, *parts.data]):
+        if not (set(ancestors([rv])) - {rv}).isdisjoint([*model.basic_RVs, *parts.data]):
             raise DeclarationError(f"{who}: a parameter of the prior of {rv.name!r} is no constant; {CONTRACT}.")
-        if functional.kind_of(rv) == "normal" and parts.model.rvs_to_transforms[rv] is None:
-            mu, sd = (np.asarray(parameter.eval(), dtype=float) for parameter in rv.owner.op.dist_params(rv.owner))
-            means.append(np.broadcast_to(mu, variable.shape).ravel())
-            precisions.append(np.broadcast_to(sd, variable.shape).ravel() ** -2.0)
+        mean, precision = np.zeros(()), np.zeros(())
+        if functional.kind_of(rv) == "normal" and model.rvs_to_transforms[rv] is None:
+            mean, sd = (np.asarray(parameter.eval(), dtype=float) for parameter in rv.owner.op.dist_params(rv.owner))
+            precision = sd**-2.0
         else:
             others.append(rv)
-            means.append(np.zeros(variable.size))
-            precisions.append(np.zeros(variable.size))
-    density = _density(parts, local, others) if others else None
+        means.append(np.broadcast_to(mean, variable.shape).ravel())
+        precisions.append(np.broadcast_to(precision, variable.shape).ravel())
+    density = None
+    if others:
+        replace = {**_graph._constants(model), **functional.cut(theta, shapes)}
+        (value,) = clone_replace([model.logp(vars=others, sum=True)], replace, rebuild_strict=False)
+        density = interpreted.python_function([theta], [value, pt.grad(value, theta)])
     return LocalPrior(np.concatenate(means), np.concatenate(precisions), density)
-
-
-def _density(
-    parts: _graph.Parts, local: Sequence[Variable], others: Sequence[Any]
-) -> Callable[[Array], tuple[Array, Array]]:
-    theta = pt.vector("theta")
-    shapes = {parts.model.rvs_to_values[rv]: v.shape for rv, v in zip(parts.local, local, strict=True)}
-    replace = {**_graph._constants(parts.model), **functional.cut(theta, shapes)}
-    (value,) = clone_replace([parts.model.logp(vars=list(others), sum=True)], replace, rebuild_strict=False)
-    return interpreted.python_function([theta], [value, pt.grad(value, theta)])

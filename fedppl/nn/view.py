@@ -6,26 +6,34 @@ import copy
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.random import Generator
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.traversal import ancestors
+from torch import Tensor, nn
 
 from fedppl.contracts import ClientView
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
-from fedppl.nn.functional import Places, call, cut, host, kind_of, network_nodes, parameter_slices, parts_of
-from fedppl.nn.head import Head, find_head
+from fedppl.nn.functional import (
+    call,
+    cut,
+    gradients,
+    host,
+    kind_of,
+    network_nodes,
+    parameter_slices,
+    parts_of,
+    positions,
+)
 from fedppl.nn.likelihood import CONTRACT, Categorical, Declared, outcome_of
 from fedppl.nn.subnet import Subnetwork
-from fedppl.nn.unit import DeclaredNetwork, NetworkUnit, local_prior, log_likelihood
-from fedppl.types import Array, DataError, DeclarationError, Message, Variable
+from fedppl.nn.unit import DeclaredNetwork, NetworkUnit, local_prior, log_likelihood, outputs
+from fedppl.types import Array, DataError, DeclarationError, Message, Rng
 
 logger = logging.getLogger(__name__)
 
@@ -33,53 +41,9 @@ logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 P = TypeVar("P")
 _AS_THEY_ARE = (
-    "the weights' variables as they are, and put what is computed from them into the module, "
-    "torch.nn.utils.parametrize for example"
+    "the weights' variables as they are, and compute in the module, by torch.nn.utils.parametrize for example"
 )
 _ROUNDING = 1e-12  # of a sum over rows in double precision
-
-
-@dataclass(frozen=True, eq=False)
-class Network:
-    """A client's network."""
-
-    unit: NetworkUnit  # the network, rows and likelihood
-    # θ (d_k,) at the start: PyMC's initial point, the prior's mean unless it has an `initval`
-    start: Array
-    _heads: dict[tuple[str, ...], Head] = field(default_factory=dict, init=False, repr=False)
-
-    def at(self, phi: Any) -> Array:
-        """All weights (d,) from the shared ones (m,), with local ones at the start."""
-        return self.unit.weights(np.asarray(phi, dtype=float), self.start)
-
-    def places(self, which: str | tuple[str, ...]) -> Places:
-        """Positions in w of "shared", "local" or "all" weights, or of those named as in torch; refused are none."""
-        unit, everything = self.unit, np.arange(self.unit.size)
-        if isinstance(which, str):
-            groups = {"shared": unit.shared_at, "local": unit.local_at, "all": everything}
-            if which not in groups:
-                raise DeclarationError(
-                    f'{which!r} must be "shared", "local", "all" or a tuple of names: {list(unit.names)}.'
-                )
-            positions = groups[which]
-        else:
-            unknown = sorted(set(which) - set(unit.names))
-            if unknown:
-                raise DeclarationError(f"{unknown} are no parameters of the network; it has {list(unit.names)}.")
-            parts = [everything[where] for name, where in parameter_slices(unit.net).items() if name in which]
-            positions = np.concatenate([everything[:0], *parts])
-        if not len(positions):
-            raise DeclarationError(
-                f"{which!r} names no weights: share others in FederatedModel(shared=...), name some, or pass tune=None."
-            )
-        return np.asarray(positions, dtype=np.int64)
-
-    def head(self, names: tuple[str, ...]) -> Head:
-        """The last layer, which has exactly these parameters; checked once a network."""
-        cached = self._heads.get(names)
-        if cached is None:
-            cached = self._heads[names] = find_head(self.unit, names, self.places(names), self.unit.initial)
-        return cached
 
 
 class Own(NamedTuple):
@@ -90,8 +54,13 @@ class Own(NamedTuple):
     subnetwork: Subnetwork | None  # its posterior; None where weights are a point
 
 
+def own_of(client: ClientView, q: Subnetwork) -> Own:
+    """A client's own network, by its posterior."""
+    return Own(client, q.weights, q)
+
+
 # A client's own network when the rounds are over, from its personal state and the final message.
-PersonaliseFn = Callable[[ClientView, P | None, Message, Generator], Own]
+PersonaliseFn = Callable[[ClientView, P | None, Message, Rng], Own]
 
 
 class NetworkResult(NamedTuple):
@@ -100,7 +69,7 @@ class NetworkResult(NamedTuple):
     personalise: PersonaliseFn[Any]
 
 
-def network_of(client: ClientModel) -> Network:
+def network_of(client: ClientModel) -> NetworkUnit:
     """Read a client's declared network, and compare its density with torch's; a closed form's once per template.
 
     Raises `DeclarationError` where the model declares no network, and `DataError` for rows that it cannot have.
@@ -109,34 +78,33 @@ def network_of(client: ClientModel) -> Network:
     with _lock:
         if "network" not in cache:
             cache["network"] = _declared(client)
-    unit = NetworkUnit(client.client_id, cache["network"], client.arrays, client.inputs)
-    require_inputs(client.client_id, unit.X)
+    unit = NetworkUnit(client, cache["network"])
+    _require_inputs(unit)
     is_first = "network checked" not in cache
     if is_first:
-        require_same_again(unit, client.client_id)
-        require_slopes(unit, client.client_id)
+        _require_same_again(unit)
+        _require_slopes(unit)
     # A dependence between rows shows at some clients only, and not where there is one row.
     if is_first or isinstance(unit.likelihood, Declared):
         _require_same_density(client, unit)
-    if "rows checked" not in cache and require_rows_alone(unit, client.client_id):
+    if "rows checked" not in cache and _require_rows_alone(unit):
         cache["rows checked"] = True
     if is_first:
         _warn_of_softmax(unit)
         cache["network checked"] = True
-    if "scales warned" not in cache and warn_of_scales(client, unit):
+    if "scales warned" not in cache and _warn_of_scales(client, unit):
         cache["scales warned"] = True
-    return Network(unit, client.initial)
+    return unit
 
 
 def _warn_of_softmax(unit: NetworkUnit) -> None:
     """Warn where the network gives probabilities in place of logits: predictions would be too flat."""
     if not isinstance(unit.likelihood, Categorical):
         return
-    output = _output(unit, unit.initial, unit.X[:3])
+    output = host(outputs(unit, unit.initial, unit.X[:3]))
     if np.all(output >= 0) and np.allclose(output.sum(axis=1), 1.0):
         logger.warning(
-            "the network's outputs are positive and sum to 1, as if it ended in a softmax, and the declared likelihood "
-            "takes them for logits; leave the softmax out"
+            "the network's outputs sum to 1, and the likelihood takes them for logits; leave the softmax out"
         )
 
 
@@ -152,51 +120,43 @@ def _declared(client: ClientModel) -> DeclaredNetwork:
     if not nodes:
         raise DeclarationError(f"{who}: no network stands above {observed.name!r}; {CONTRACT}.")
     node = nodes[0]
-    slices = parameter_slices(node.op.net)
-    variables = (*client.layout.variables, *client.local)
+    slices, variables = parameter_slices(node.op.net), (*client.layout.variables, *client.local)
     sizes = {v.name: v.size for v in variables}
     if any(sizes.get(name) != at.stop - at.start for name, at in slices.items()):
-        raise DeclarationError(
-            f"{who}: free variables are {[v.name for v in variables]}, weights {list(slices)}; {CONTRACT}."
-        )
+        raise DeclarationError(f"{who}: free variables are {list(sizes)}, weights {list(slices)}; {CONTRACT}.")
     if names := [term.name for term in model.potentials if term in parts.site_terms]:
         raise DeclarationError(
-            f"{who}: {names} are pm.Potential of the client's own weights or data, which networks leave out. Put them "
-            f"into the outcome's distribution (pm.CustomDist) or into the weights' priors; {CONTRACT}."
+            f"{who}: {names} are pm.Potential; put them into a pm.CustomDist or the weights' priors; {CONTRACT}."
         )
     weights_need = set(ancestors(model.replace_rvs_by_values([node.inputs[0]])))
     if read := [v.name for v in parts.data if v in weights_need]:  # which may change them at some clients only
         raise DeclarationError(
-            f"{who}: the network's weights are computed from the data {read}. Pass {_AS_THEY_ARE}; {CONTRACT}."
+            f"{who}: the weights are computed from the data {read}. Pass {_AS_THEY_ARE}; {CONTRACT}."
         )
     replace, inputs = _graph.inputs_for(parts)
-    value = model.rvs_to_values[observed]
     (X_in,) = clone_replace([node.inputs[1]], replace)
-    likelihood, unknowns, variables_read = outcome_of(client, node, who)
+    arrays = [*inputs, *client.template.graph.inputs[len(inputs) :]]
+    X = np.asarray(interpreted.python_function(arrays, X_in)(*client.inputs))
+    likelihood, unknowns, variables_read = outcome_of(client, node, X, who)
     flat = np.concatenate([client.template.functions["shared start"], client.initial])
     starts = cut(flat, {v.name: v.shape for v in variables})
     net = _with_unknowns(node.op.net, {v.name: starts[v.name] for v in unknowns}, who)
-    slices = parameter_slices(net)
-
-    def places(chosen: Sequence[Variable]) -> Places:
-        return np.concatenate([np.zeros(0, int), *(slices[v.name].start + np.arange(v.size) for v in chosen)])
-
-    used, above = set(ancestors([X_in])), set(ancestors([value]))
+    used, above = set(ancestors([X_in])), set(ancestors([model.rvs_to_values[observed]]))
     needed = [(v, i) for v, i in zip(parts.data, inputs, strict=False) if i in used]
     of_outcome = clone_replace(list(variables_read), replace)
     return DeclaredNetwork(
         net=net,
         plain=node.op.net,
         device=node.op.device,
-        names=tuple(slices),
+        names=tuple(parameter_slices(net)),
         unknowns=tuple(v.name for v in unknowns),
-        shared_at=places(client.layout.variables),
-        local_at=places(client.local),
+        shared_at=positions(net, (v.name for v in client.layout.variables)),
+        local_at=positions(net, (v.name for v in client.local)),
         likelihood=likelihood,
         labels=tuple(v.name for v in parts.data if likelihood.kind == "categorical" and v in above),
         shared_kinds={rv.name: _kind(rv, model) for rv in parts.shared},
         local_prior=local_prior(who, parts, client.local),
-        rows=interpreted.python_function([*inputs, *client.template.graph.inputs[len(inputs) :]], [X_in, *of_outcome]),
+        rows=interpreted.python_function(arrays, [X_in, *of_outcome]),
         inputs=interpreted.python_function([i for _, i in needed], X_in),
         containers={v.name: v.type.dtype for v, _ in needed},
     )
@@ -214,30 +174,29 @@ def _require_same_density(client: ClientModel, unit: NetworkUnit) -> None:
     prior = client.layout.prior
     precision = prior.precision if prior.precision.ndim == 1 else np.diag(prior.precision)
     start = prior.linear / precision
-    pairs: list[tuple[float, float]] = []
+    densities = []
     for _ in range(2):
         phi = start + 0.1 * rng.normal(size=len(start))
         theta = client.initial + 0.1 * rng.normal(size=client.local_size)
         declared = client.log_density(phi, theta)
         ours = log_likelihood(unit, unit.weights(phi, theta)) + unit.declared.local_prior.log_density(theta)
-        pairs.append((declared, ours))
-        _require_near(client.client_id, "log density is", declared, ours)
+        densities.append(np.array([declared, ours]))
+        _require_near(unit, "log density is", declared, ours)
     # Beside large outcomes the density's constant hides an error in the weights' part, which a difference shows.
-    (first, our_first), (second, our_second) = pairs
-    rounding = _ROUNDING * (abs(our_first) + abs(our_second))
-    _require_near(client.client_id, "log density rises by", second - first, our_second - our_first, rounding)
+    first, second = densities
+    declared, ours = second - first
+    _require_near(unit, "log density rises by", declared, ours, _ROUNDING * float(abs(first[1]) + abs(second[1])))
 
 
-def _require_near(client_id: str, what: str, declared: float, ours: float, rounding: float = 0.0) -> None:
+def _require_near(unit: NetworkUnit, what: str, declared: float, ours: float, rounding: float = 0.0) -> None:
     if not abs(declared - ours) <= 1e-7 * (1.0 + abs(ours)) + rounding:
         raise DeclarationError(
-            f"client {client_id!r}: the declared {what} {declared:.8g} where a network's outcomes, row by row, and its "
-            f"local priors have {ours:.8g}; {CONTRACT}. Where weights are doubled or tied, pass {_AS_THEY_ARE}. For "
-            "other models use fedppl.EP(local=fedppl.local.NUTS())."
+            f"{unit.who}: the declared {what} {declared:.8g}, and by rows and local priors {ours:.8g}; "
+            f"{CONTRACT}. If weights are doubled or tied, pass {_AS_THEY_ARE}. Else use fedppl.EP()."
         )
 
 
-def _with_unknowns(net: torch.nn.Module, starts: Mapping[str, Array], who: str) -> torch.nn.Module:
+def _with_unknowns(net: nn.Module, starts: Mapping[str, Array], who: str) -> nn.Module:
     """A copy of a network with these unknowns as parameters, whose output has columns for them, (n, C + e)."""
     if not starts:
         return net
@@ -246,12 +205,12 @@ def _with_unknowns(net: torch.nn.Module, starts: Mapping[str, Array], who: str) 
         if "." in name or hasattr(extended, name):
             raise DeclarationError(f"{who}: {name!r} is a name of the network's own; call the variable something else.")
         value = torch.from_numpy(np.array(start, dtype=float)).to(torch.get_default_dtype())
-        extended.register_parameter(name, torch.nn.Parameter(value))
+        extended.register_parameter(name, nn.Parameter(value))
     extended.register_forward_hook(functools.partial(_beside, tuple(starts)))
     return extended
 
 
-def _beside(names: tuple[str, ...], module: torch.nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+def _beside(names: tuple[str, ...], module: nn.Module, given: Any, output: Tensor) -> Tensor:
     """Outputs of each row, and the unknowns of these names after them."""
     rows = output.reshape(len(output), -1)
     values = torch.cat([getattr(module, name).reshape(-1) for name in names])
@@ -265,14 +224,13 @@ _MOST = 16  # different rows of them, on which the network is tried
 _FEWEST = 3  # of these, where rows are wide
 
 
-def require_rows_alone(unit: NetworkUnit, client_id: str) -> bool:
+def _require_rows_alone(unit: NetworkUnit) -> bool:
     """Refuse a network whose output for a row depends on other rows; whether different rows could be compared.
 
     Up to 16 of the client, the farthest from 0 among them, are computed together and one by one. A dependence that
     needs more rows than these, or others, is missed.
     """
-    X = _spread(unit)
-    w = unit.initial + 0.1 * np.random.default_rng(0).normal(size=unit.size)
+    X, w = _spread(unit), _near_start(unit)
     if len(X) < 2:
         return False
     together = _output(unit, w, X)
@@ -282,8 +240,7 @@ def require_rows_alone(unit: NetworkUnit, client_id: str) -> bool:
         alone = np.zeros(0)
     if not _repeated(together, alone):
         raise DeclarationError(
-            f"client {client_id!r}: the network's output for a row depends on the other rows. Use layers that "
-            "normalise or attend within a row (torch.nn.LayerNorm, batch norm with running moments after net.eval())."
+            f"{unit.who}: the network's output for a row depends on the other rows; use torch.nn.LayerNorm or the like."
         )
     return True
 
@@ -303,6 +260,11 @@ def _spread(unit: NetworkUnit) -> Array:
     return tried
 
 
+def _near_start(unit: NetworkUnit) -> Array:
+    """Random weights (d,) near those of the declared network."""
+    return unit.initial + 0.1 * np.random.default_rng(0).normal(size=unit.size)
+
+
 def _output(unit: NetworkUnit, w: Array, X: Array) -> Array:
     with torch.no_grad():
         return host(call(unit.net, unit.state(w, torch.float64), unit.tensor(X, torch.float64)))
@@ -312,23 +274,22 @@ _LARGE = 30.0  # root mean square of a column, which is about 1 at unit scale
 _ABOUT_OUTPUTS = ("normal", "t", "laplace", "logistic", "cauchy")  # outcomes on the scale of the outputs
 
 
-def require_inputs(client_id: str, X: Array) -> None:
+def _require_inputs(unit: NetworkUnit) -> None:
     """Refuse inputs that are infinite in single precision, which a saturating layer would hide."""
-    if X.dtype.kind != "f":
+    if unit.X.dtype.kind != "f":
         return
-    beyond = np.argwhere(~(np.abs(X) <= np.finfo(np.float32).max))
+    beyond = np.argwhere(~(np.abs(unit.X) <= np.finfo(np.float32).max))
     if len(beyond):
         place = tuple(beyond[0].tolist())
         raise DataError(
-            f"client {client_id!r}: the network's inputs hold {X[place]} in row {place[0]}, at index {place}, which is "
-            "not finite in single precision; drop or impute such rows, or scale the inputs."
+            f"{unit.who}: the network's inputs hold {unit.X[place]} at {place}, not finite in float32; drop the row."
         )
 
 
-def warn_of_scales(client: ClientModel, unit: NetworkUnit) -> bool:
+def _warn_of_scales(client: ClientModel, unit: NetworkUnit) -> bool:
     """Warn of a client's inputs or outcomes that are far from unit scale; whether any are."""
     far = []
-    indices = any(isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) for part in unit.net.modules())
+    indices = any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in unit.net.modules())
     if not indices and (size := _size(unit.X)) > _LARGE:
         far.append(f"the network's inputs ({size:.3g})")
     parts = client.template.parts
@@ -339,9 +300,7 @@ def warn_of_scales(client: ClientModel, unit: NetworkUnit) -> bool:
             far.append(f"the outcomes {value.name!r} ({size:.3g})")
     if far:
         logger.warning(
-            "client %s: %s: the root mean square of the largest column is far from 1, for which the steps of networks "
-            "are made, and a fit may end before it is anywhere near; bring inputs and outcomes to mean 0 and unit "
-            "scale by constants that all clients agree on",
+            "client %s: %s: far from a root mean square of 1; bring them there by constants that all clients agree on",
             client.client_id,
             " and ".join(far),
         )
@@ -360,33 +319,27 @@ def _size(values: Array) -> float:
 _TRIED = 16  # rows in the checks below
 
 
-def require_same_again(unit: NetworkUnit, client_id: str) -> None:
+def _require_same_again(unit: NetworkUnit) -> None:
     """Refuse a network that draws at random, keeps a state between calls, or overwrites its inputs."""
-    X, w = unit.X[:_TRIED], unit.initial + 0.1 * np.random.default_rng(0).normal(size=unit.size)
-    net, state = unit.net, unit.state(w, torch.float64)
+    net, state = unit.net, unit.state(_near_start(unit), torch.float64)  # once: calls may change the state's buffers
 
-    def output(rows: torch.Tensor) -> Array:
+    def rows() -> Tensor:
+        return unit.tensor(unit.X[:_TRIED].copy(), torch.float64)
+
+    def output(X: Tensor) -> Array:
         with torch.no_grad():
-            return host(call(net, state, rows)).copy()
+            return host(call(net, state, X)).copy()
 
-    def rows() -> torch.Tensor:
-        return unit.tensor(X.copy(), torch.float64)
-
-    first = output(rows())
-    if not _repeated(first, output(rows())):
+    if not _repeated(output(rows()), output(rows())):
         raise DeclarationError(
-            f"client {client_id!r}: the network gives another output when it is asked again: it draws at random, or "
-            "remembers earlier calls. Call net.eval() before you declare the model, and take out what still draws."
+            f"{unit.who}: the network gives another output when it is asked again; call net.eval(), or stop what draws."
         )
     reused = rows()
     if not _repeated(output(reused), output(reused)):
-        raise DeclarationError(
-            f"client {client_id!r}: the network writes over its inputs, which are a client's data; give its first "
-            "layer inplace=False, or begin its forward with x = x.clone()."
-        )
+        raise DeclarationError(f"{unit.who}: the network writes over its inputs; give its first layer inplace=False.")
 
 
-def require_slopes(unit: NetworkUnit, client_id: str) -> None:
+def _require_slopes(unit: NetworkUnit) -> None:
     """Refuse a network whose output has no slope in any weight at two points, so that no step would move one."""
     # Not counting unknowns: an unknown sd has a slope in any case.
     rng, parameters = np.random.default_rng(0), set(unit.names) - set(unit.declared.unknowns)
@@ -398,14 +351,11 @@ def require_slopes(unit: NetworkUnit, client_id: str) -> None:
         leaves = {name: state[name].detach().requires_grad_() for name in parameters & state.keys()}
         with torch.enable_grad():
             output = call(unit.net, state | leaves, X)
-        if output.requires_grad:
-            weights = unit.tensor(rng.normal(size=tuple(output.shape)), torch.float64)
-            slopes = torch.autograd.grad(output, list(leaves.values()), weights.to(output.dtype), allow_unused=True)
-            if any(slope is not None and bool(torch.any(slope != 0)) for slope in slopes):
-                return
+        weights = unit.tensor(rng.normal(size=tuple(output.shape)), torch.float64).to(output.dtype)
+        if any(bool(torch.any(slope != 0)) for slope in gradients(output, list(leaves.values()), weights)):
+            return
     raise DeclarationError(
-        f"client {client_id!r}: the network's output has no slope in any of its weights, so that training would leave "
-        "them where they start; take out what cuts slopes off: .detach(), torch.no_grad(), sign, round or argmax."
+        f"{unit.who}: the network's output has no slope in a weight; take out .detach(), torch.no_grad() or the like."
     )
 
 

@@ -113,8 +113,8 @@ def test_fedbabu_leaves_the_head_until_the_end() -> None:
     for name, client in fit.clients.items():
         assert_array_equal(fit.personal[name].local, client.initial)
         own = nn.personalise(fit, name)
-        assert_array_equal(own.weights[client.view(network_of).unit.shared_at], fit.state.phi)
-        assert np.all(own.weights[client.view(network_of).unit.local_at] != client.initial)
+        assert_array_equal(own.weights[client.view(network_of).shared_at], fit.state.phi)
+        assert np.all(own.weights[client.view(network_of).local_at] != client.initial)
 
 
 def test_fedper_trains_both_and_keeps_the_head() -> None:
@@ -123,7 +123,7 @@ def test_fedper_trains_both_and_keeps_the_head() -> None:
     assert not np.allclose(heads[0], heads[1])
     for name, client in fit.clients.items():
         own = nn.personalise(fit, name)
-        assert_array_equal(own.weights[client.view(network_of).unit.local_at], fit.personal[name].local)
+        assert_array_equal(own.weights[client.view(network_of).local_at], fit.personal[name].local)
 
 
 def test_fedrep_trains_the_head_first_and_the_rest_given_that() -> None:
@@ -337,7 +337,7 @@ def test_layouts_in_memory_do_not_change_the_numbers(last: bool, view: bool, mom
     names = [name for name, _ in net.named_parameters()]
     rows = {"X": np.moveaxis(X, 1, 3) if last else X, "y": y}
     model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names)
-    unit = model.enrol({"a": rows}, kernel=False)["a"].view(network_of).unit
+    unit = model.enrol({"a": rows}, kernel=False)["a"].view(network_of)
     found = train(unit, unit.initial, np.arange(unit.size), Training(0.05, 6, 12, momentum), rng)
     steps = {"lr": 0.05, "fused": False, "foreach": False}
     parameters = list(net.parameters())
@@ -378,15 +378,13 @@ def test_layers_below_those_that_move_are_computed_once(maps: int, counted: int)
     for net in (torch.nn.Sequential(*layers), Behind(torch.nn.Sequential(*layers))):
         names, counting = [name for name, _ in net.named_parameters()], False
         model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names)
-        network = model.enrol({"a": data}, kernel=False)["a"].view(network_of)
-        head, counting = network.places((names[-2], names[-1])), True
+        unit = model.enrol({"a": data}, kernel=False)["a"].view(network_of)
+        head, counting = unit.places((names[-2], names[-1])), True
         passes.clear()
-        found.append(
-            train(network.unit, network.unit.initial, head, Training(0.05, 4, 6, 0.9), np.random.default_rng(3))
-        )
+        found.append(train(unit, unit.initial, head, Training(0.05, 4, 6, 0.9), np.random.default_rng(3)))
         assert len(passes) == (11 if isinstance(net, Behind) else counted)
     assert_allclose(found[0], found[1], atol=1e-6)
-    assert np.all(found[0][head] != network.unit.initial[head])
+    assert np.all(found[0][head] != unit.initial[head])
 
 
 class Last(torch.nn.Module):
@@ -422,9 +420,9 @@ def test_layers_that_do_not_say_a_row_for_a_row_are_computed_in_every_step(below
     for net in (torch.nn.Sequential(*layers), Behind(torch.nn.Sequential(*layers))):
         names = [name for name, _ in net.named_parameters()]
         model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names)
-        network = model.enrol({"a": data}, kernel=False)["a"].view(network_of)
-        head = network.places((names[-2], names[-1]))
-        found.append(train(network.unit, network.unit.initial, head, Training(0.05, 4, 6), np.random.default_rng(3)))
+        unit = model.enrol({"a": data}, kernel=False)["a"].view(network_of)
+        head = unit.places((names[-2], names[-1]))
+        found.append(train(unit, unit.initial, head, Training(0.05, 4, 6), np.random.default_rng(3)))
     assert_allclose(found[0], found[1], atol=1e-6)
 
 
@@ -439,9 +437,9 @@ def test_layers_in_place_above_what_is_computed_once_change_nothing_of_it() -> N
         net = torch.nn.Sequential(below, head)
         names = [name for name, _ in net.named_parameters()]
         model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names)
-        network = model.enrol({"a": data}, kernel=False)["a"].view(network_of)
-        free, steps = network.places(("1.1.weight", "1.1.bias")), Training(0.05, 4, 6)
-        found.append(train(network.unit, network.unit.initial, free, steps, np.random.default_rng(3)))
+        unit = model.enrol({"a": data}, kernel=False)["a"].view(network_of)
+        free, steps = unit.places(("1.1.weight", "1.1.bias")), Training(0.05, 4, 6)
+        found.append(train(unit, unit.initial, free, steps, np.random.default_rng(3)))
     assert_allclose(found[0], found[1], atol=1e-6)
 
 
@@ -455,7 +453,7 @@ def test_a_client_that_does_not_report_trains_nothing_that_is_thrown_away(monkey
         trained.append(len(free))
         return train(unit, w, free, *others, **settings)
 
-    monkeypatch.setattr("fedppl.nn.algorithms.averaging.train", counted)
+    monkeypatch.setattr("fedppl.nn.batch.train", counted)
     for phases, kept_of in ((REP, 1), ((("shared", 1), *REP), 2), ((("all", 2),), 1), ((("shared", 2),), 0)):
         algorithm = nn.FedAvg(phases=phases)
         state = algorithm.init(client.layout, tuple(clients), stream((0,)))
@@ -470,10 +468,10 @@ def test_a_client_that_does_not_report_trains_nothing_that_is_thrown_away(monkey
 def test_a_prior_may_be_worth_a_higher_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Towards a prior that the rows speak against; without it the same end is a failure."""
     model, clients = problems.classification(shared=ALL)
-    network = model.enrol(clients, kernel=False)["device 0"].view(network_of)
-    unit, everything = network.unit, np.arange(network.unit.size)
+    unit = model.enrol(clients, kernel=False)["device 0"].view(network_of)
+    everything = np.arange(unit.size)
     good = train(unit, unit.initial, everything, Training(0.05, 60, 50), np.random.default_rng(0))
-    head = np.concatenate([network.places((name,)) for name in HEAD])
+    head = np.concatenate([unit.places((name,)) for name in HEAD])
     far, steps = good.copy(), Training(0.05, 200, 50)
     far[head] *= -2.0
     prior = far[head], np.full(len(head), 1e6)

@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 from fedppl import nn  # noqa: E402
 from fedppl.nn.algorithms.heads import langevin_steps  # noqa: E402
 from fedppl.nn.functional import pieces  # noqa: E402
-from fedppl.nn.head import find_head  # noqa: E402
+from fedppl.nn.head import head_of  # noqa: E402
 from fedppl.nn.personal import bayes_steps, further_gain, loss_at, meta_steps, moreau_steps  # noqa: E402
 from fedppl.nn.train import Training  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
@@ -164,10 +164,10 @@ def test_clients_that_disagree_about_labels_part() -> None:
 def test_a_cluster_without_a_loss_is_chosen_by_nobody() -> None:
     """Outputs that overflow in single precision have the loss NaN, which comes before all numbers in NumPy's argmin."""
     model, clients = networks()
-    network = model.enrol(clients, kernel=False)["device 0"].view(network_of)
+    unit = model.enrol(clients, kernel=False)["device 0"].view(network_of)
     algorithm = nn.IFCA(clusters=2, spread=1e39, epochs=1)
     found = fit(algorithm, 1, (model, clients))
-    assert np.isnan(loss_at(network.unit, network.at(found.state.phi[1])))
+    assert np.isnan(loss_at(unit, unit.weights(found.state.phi[1])))
     assert not found.records[0].failures
     assert {info["cluster"] for info in found.records[0].infos.values()} == {0.0}
 
@@ -197,7 +197,7 @@ def test_without_a_step_inside_per_fedavg_is_gradient_descent() -> None:
 def test_a_step_of_per_fedavg_is_that_of_the_meta_loss() -> None:
     """∇F = (I − α A) ∇f(w − α ∇f(w)) on a quadratic, whose Hessian differences give exactly."""
     model, clients = line()
-    unit = model.enrol(clients, kernel=False)["site 2"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["site 2"].view(network_of)
     w, alpha, beta = unit.initial, 0.1, 0.05
     A, b = quadratic(clients["site 2"])
     inside = w - alpha * (A @ w - b)
@@ -220,7 +220,7 @@ def test_per_fedavg_is_judged_by_the_loss_after_a_clients_step() -> None:
     torch.nn.init.constant_(net.weight, 1.9)
     model = fedppl.FederatedModel(functools.partial(count, net=net), ["weight"])
     clients = {"a": {"X": np.ones((4, 1)), "y": np.ones(4, dtype=int)}}
-    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of)
     far = scipy.optimize.brentq(lambda w: w - 0.2 * np.expm1(w), 1.0, 4.0)
     found = meta_steps(unit, unit.initial, Training(0.05, 300, 4), 0.2, stream((0,)), dtype=torch.float64)
     assert_allclose(found, [far], atol=1e-3)
@@ -234,7 +234,7 @@ def test_per_fedavg_is_judged_by_the_loss_after_a_clients_step() -> None:
 def test_what_going_as_far_again_would_gain_is_in_closed_form() -> None:
     """Of ½ wᵀ A w − bᵀ w with a prior, which counts once for all rows."""
     model, clients = line()
-    unit = model.enrol(clients, kernel=False)["site 1"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["site 1"].view(network_of)
     (A, b), rng, free = quadratic(clients["site 1"]), np.random.default_rng(0), np.array([0, 2])
     start, end, m, p = rng.normal(size=3), rng.normal(size=3), rng.normal(size=2), np.array([3.0, 5.0])
     slope = (A @ end - b)[free]
@@ -250,7 +250,7 @@ def test_what_going_as_far_again_would_gain_is_in_closed_form() -> None:
 def test_a_step_of_pfedme_is_that_of_the_envelope(lam: float) -> None:
     """∇ = λ (w − θ(w)) with θ(w) = (A + λ I)⁻¹ (b + λ w); with λ → ∞ that is the loss's own, so that φ is FedAvg's."""
     model, clients = line()
-    unit = model.enrol(clients, kernel=False)["site 1"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["site 1"].view(network_of)
     w, (A, b) = unit.initial, quadratic(clients["site 1"])
     theta = np.linalg.solve(A + lam * np.eye(3), b + lam * w)
     steps, rate = Training(0.1 / lam, 1, 100), 0.05
@@ -267,7 +267,7 @@ def test_a_personal_network_is_judged_by_the_batch_that_it_is_found_on() -> None
     torch.nn.init.zeros_(net.weight)
     model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.2), ["weight"])
     y = np.array([1.0, -1.0, 1.0, -1.0, 1.0])[:, None]
-    unit = model.enrol({"a": {"X": np.ones((5, 1)), "y": y}}, kernel=False)["a"].view(network_of).unit
+    unit = model.enrol({"a": {"X": np.ones((5, 1)), "y": y}}, kernel=False)["a"].view(network_of)
     w, theta = moreau_steps(unit, unit.initial, Training(0.01, 1, 4), 1.0, (0.01, 200), stream((0,)))
     assert_allclose(np.abs(theta), 25 / 26, rtol=0.01)
     assert loss_at(unit, theta) > loss_at(unit, unit.initial) + 5.0
@@ -305,7 +305,7 @@ def test_the_global_part_moves_to_where_the_clients_posterior_is() -> None:
 def test_steps_of_posteriors_are_those_of_the_objective(follow: bool) -> None:
     """Three steps of Adam by closed-form slopes of the KL, against automatic ones of torch's own divergence."""
     model, clients = problems.classification(3)
-    unit = model.enrol(clients, kernel=False)["device 0"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["device 0"].view(network_of)
     rng, size, zeta, draws = np.random.default_rng(5), sum(value.numel() for value in unit.net.parameters()), 0.7, 2
     mean, sd = 0.3 * rng.normal(size=size), rng.uniform(0.02, 2.0, size)
     start = 0.3 * rng.normal(size=size), rng.uniform(0.02, 2.0, size)
@@ -350,7 +350,7 @@ def test_a_client_that_is_better_than_the_global_network_is_not_taken_to_have_fa
     turned[client.layout.slices["2.weight"]] *= -5.0
     bad = state._replace(mean=turned)
     gentle = nn.PFedBayes(zeta=0.01, spread=0.05, learning_rate=1e-3, epochs=1)
-    unit = client.view(network_of).unit
+    unit = client.view(network_of)
     assert loss_at(unit, bad.mean) > loss_at(unit, good.mean) + 2.0
     after, _, _ = gentle.update_client(client, good, gentle.broadcast(bad, "device 0"), stream((2,)))
     assert loss_at(unit, after.mean) < loss_at(unit, good.mean) + 0.5
@@ -364,7 +364,7 @@ def test_the_global_part_follows_where_the_loss_is_high() -> None:
     state = algorithm.init(client.layout, ("device 0",), stream((0,)))
     good, _, _ = algorithm.update_client(client, None, algorithm.broadcast(state, "device 0"), stream((1,)))
     far = good.mean + 3.0 * np.random.default_rng(37).normal(size=len(good.mean))
-    unit, steps = client.view(network_of).unit, Training(0.03, 60, 50)
+    unit, steps = client.view(network_of), Training(0.03, 60, 50)
     q, p = bayes_steps(unit, good.mean, good.sd, steps, 1.0, 1, stream((2,)), start=(far, good.sd))
     assert loss_at(unit, p[0]) > loss_at(unit, good.mean) + 2.0
     assert loss_at(unit, q[0]) < loss_at(unit, far)
@@ -374,7 +374,7 @@ def test_the_global_part_follows_where_the_loss_is_high() -> None:
 def test_posteriors_are_judged_by_their_bound() -> None:
     """Of f = u v and y = 1, with sds s, E (1 - f)^2 = (1 - u v)^2 + s^2 (u^2 + v^2) + s^4: least below u v = 1."""
     model, clients = problems.product(0.1)
-    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of)
 
     def expected(q: Any) -> float:
         (u, v), (s, t) = q
@@ -456,11 +456,11 @@ def test_the_chain_has_the_moments_of_its_steps(rate: float, spread: float) -> N
     model, clients = line()
     client, data = model.enrol(clients, kernel=False)["site 1"], clients["site 1"]
     (A, b), n = quadratic(data), len(data["X"])
-    beta, network = np.array([0.3, -0.2, 0.1]), client.view(network_of)
-    head = network.head(("weight", "bias"))
+    beta, unit = np.array([0.3, -0.2, 0.1]), client.view(network_of)
+    head = head_of(unit, ("weight", "bias"))
     _, chain = langevin_steps(
-        network.unit, head, network.unit.initial, np.arange(0), beta, (beta, spread), Training(0.1, 8_000, n), rate,
-        stream((0,)), dtype=torch.float64,
+        unit, head, unit.initial, beta, (beta, spread), Training(0.1, 8_000, n), rate, stream((0,)), below=False,
+        dtype=torch.float64,
     )  # fmt: skip
     values, vectors = np.linalg.eigh(A)
     kept = np.exp(-rate / (n * spread**2))
@@ -481,10 +481,10 @@ def test_the_chain_has_the_moments_of_its_steps(rate: float, spread: float) -> N
 def test_a_head_that_its_population_draws_away_has_not_failed() -> None:
     """A narrow population around 0 holds v there; without its part the loss, (1 - v)^2 / 2 sd^2, rises by 2."""
     model, clients = problems.product(0.5)
-    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
-    head, w = find_head(unit, ("1.weight",), np.array([1]), unit.initial), unit.initial
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of)
+    head, w = head_of(unit, ("1.weight",)), unit.initial
     steps, prior = Training(1e-3, 200, 4), (np.zeros(1), 0.01)
-    found, chain = langevin_steps(unit, head, w, np.array([0]), np.ones(1), prior, steps, 1e-3, stream((0,)))
+    found, chain = langevin_steps(unit, head, w, np.ones(1), prior, steps, 1e-3, stream((0,)), below=True)
     assert_allclose(chain.mean, 0.0, atol=0.03)
     assert loss_at(unit, found) > loss_at(unit, w) + 1.5
 

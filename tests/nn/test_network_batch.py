@@ -27,6 +27,7 @@ from fedppl import nn  # noqa: E402
 from fedppl.nn import batch, personal  # noqa: E402
 from fedppl.nn import train as single  # noqa: E402
 from fedppl.nn.batch import take_steps, train_together  # noqa: E402
+from fedppl.nn.head import head_of  # noqa: E402
 from fedppl.nn.train import Training, train  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 
@@ -240,7 +241,7 @@ def test_clients_whose_loss_does_not_fall_enough_fail_as_alone(
     name: str, rise: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rule of the loss, moved to where some clients break it."""
-    for module in (single, personal, batch):
+    for module in (single, batch):
         monkeypatch.setattr(module, "RISE", rise)
     algorithm, clients = ALGORITHMS[name][0](), usual()
     found, wanted = (asked(each, clients, rounds=1)[0] for each in (algorithm, alone(algorithm)))
@@ -364,7 +365,7 @@ def test_clients_with_other_networks_or_types_of_rows_are_no_batch() -> None:
     both = [*list(first.values())[:5], *list(second.values())[:4], *list(first.values())[5:]]
     found = batch.groups(both)
     assert sorted(map(sorted, found)) == [[0, 1, 2, 3, 4, 9, 10], [5, 6, 7, 8]]
-    rows = [len(both[place].view(network_of).unit.X) for place in found[0]]
+    rows = [len(both[place].view(network_of).X) for place in found[0]]
     assert rows == sorted(rows, reverse=True)
     assert batch.groups(both[5:8]) == []
 
@@ -382,12 +383,12 @@ def test_batches_are_cut_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_that_are_not_trained_do_not_move() -> None:
     """Two parameters move, with a prior of each client's own: as `train` alone."""
-    units = [client.view(network_of).unit for client in enrolled(data=clients_of((31, 30, 20, 20, 7))).values()]
+    units = [client.view(network_of) for client in enrolled(data=clients_of((31, 30, 20, 20, 7))).values()]
     free, rng = np.r_[:12, 28:31], np.random.default_rng(0)
     W = units[0].initial + 0.1 * rng.normal(size=(5, 31))
     priors = [(rng.normal(size=15), rng.uniform(1, 50, size=15)) for _ in units]
     stack = batch.stacked(units)
-    found, well = train_together(stack, W, free, STEPS, [stream((k,)) for k in range(5)], priors=priors)
+    found, well = train_together(stack, W, free, STEPS, [stream((k,)) for k in range(5)], priors)
     assert well.all()
     for k, unit in enumerate(units):
         wanted = train(unit, W[k], free, STEPS, stream((k,)), prior=priors[k])
@@ -398,20 +399,18 @@ def test_weights_that_are_not_trained_do_not_move() -> None:
 @pytest.mark.parametrize("momentum", [None, 0.9])
 def test_without_rounding_there_is_no_difference(momentum: float | None) -> None:
     """In float64, after so many steps that Adam's tell the smallest: training, and layers below draws of a head."""
-    network = [client.view(network_of) for client in enrolled(data=clients_of((31, 30, 20, 20, 7))).values()]
-    units, head, everything = [one.unit for one in network], network[0].head(HEAD), np.arange(31)
+    units = [client.view(network_of) for client in enrolled(data=clients_of((31, 30, 20, 20, 7))).values()]
+    head, everything = head_of(units[0], HEAD), np.arange(31)
     settings, W = Training(0.01, 10, 8, momentum), np.tile(units[0].initial, (5, 1))
     stack = batch.stacked(units, torch.float64)
-    found, _ = train_together(stack, W, everything, settings, [stream((k,)) for k in range(5)], dtype=torch.float64)
-    q, below = (W[:, head.places], np.full((5, 15), 0.3)), np.arange(16)
-    lower, _ = batch.train_below_together(
-        stack, head, W, below, q, settings, 3, [stream((k,)) for k in range(5)], dtype=torch.float64
-    )
+    found, _ = train_together(stack, W, everything, settings, [stream((k,)) for k in range(5)])
+    q = W[:, head.places], np.full((5, 15), 0.3)
+    lower, _ = batch.train_below_together(stack, head, W, q, settings, 3, [stream((k,)) for k in range(5)])
     for k, unit in enumerate(units):
         wanted = train(unit, W[k], everything, settings, stream((k,)), dtype=torch.float64)
         assert_allclose(found[k], wanted, rtol=1e-9, atol=1e-11)
         own = q[0][k], q[1][k]
-        wanted = personal.train_below(unit, head, W[k], below, own, settings, 3, stream((k,)), dtype=torch.float64)
+        wanted = personal.train_below(unit, head, W[k], own, settings, 3, stream((k,)), dtype=torch.float64)
         assert_allclose(lower[k], wanted, rtol=1e-9, atol=1e-11)
 
 
@@ -488,7 +487,7 @@ def test_outcomes_of_one_number_a_row_are_those_of_one_column() -> None:
 def test_clients_step_as_often_as_alone() -> None:
     """Of the first epoch of Adam each step is of the rate's length where slopes keep their sign: counts by client."""
     seen: list[int] = []
-    units = [client.view(network_of).unit for client in enrolled(data=clients_of((31, 20, 7, 7))).values()]
+    units = [client.view(network_of) for client in enrolled(data=clients_of((31, 20, 7, 7))).values()]
     stack = batch.stacked(units)
 
     class Counting:

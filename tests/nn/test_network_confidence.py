@@ -23,8 +23,8 @@ torch = pytest.importorskip("torch")
 
 from fedppl import nn  # noqa: E402
 from fedppl.nn.functional import generator_of  # noqa: E402
-from fedppl.nn.head import expected_loss, features, head_slopes  # noqa: E402
-from fedppl.nn.personal import HeadSteps, head_posterior, train_below  # noqa: E402
+from fedppl.nn.head import expected_loss, features, head_of, head_slopes  # noqa: E402
+from fedppl.nn.personal import HeadSteps, head_posteriors, train_below  # noqa: E402
 from fedppl.nn.train import Training, outcomes, train  # noqa: E402
 from fedppl.nn.unit import log_likelihood  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
@@ -43,17 +43,26 @@ def fitted(**settings: Any) -> fedppl.Fit:
     return fedppl.fit(model, clients, nn.Confidence(head=HEAD, **settings), **run)
 
 
+def posterior_of_head(
+    unit: Any, head: Any, z: Any, start: Any, centre: Any, tau: float, steps: HeadSteps, rng: Any
+) -> tuple[Any, Any]:
+    """By `head_posteriors`, of one client."""
+    rows, starts = (z[None], outcomes(unit, z.dtype)[None], np.array([len(z)])), (start[0][None], start[1][None])
+    mean, sd, _ = head_posteriors(unit.likelihood, head, rows, starts, centre[None], np.array([tau]), steps, [rng])
+    return mean[0], sd[0]
+
+
 @pytest.mark.slow
 def test_the_e_step_is_the_mean_field_posterior_of_the_declared_head() -> None:
     """Against `MeanField` on the declared head. Adam with K draws wanders by about its rate, here 0.002."""
     model, clients = problem()
-    network = model.enrol(clients, kernel=False)["device 0"].view(network_of)
-    head, w = network.head(HEAD), network.unit.initial
-    z, centre, tau = features(network.unit, head, w), np.full(15, 0.1), 4.0
+    unit = model.enrol(clients, kernel=False)["device 0"].view(network_of)
+    head, w = head_of(unit, HEAD), unit.initial
+    z, centre, tau = features(unit, head, w), np.full(15, 0.1), 4.0
     start = (centre, np.full(15, 0.3))
     q, rng = start, np.random.default_rng(0)
     for rate, steps in ((0.05, 300), (0.01, 400), (0.002, 600)):
-        q = head_posterior(network.unit, head, z, q, centre, tau, HeadSteps(rate, steps, 20), rng)
+        q = posterior_of_head(unit, head, z, q, centre, tau, HeadSteps(rate, steps, 20), rng)
     rows = {"Z": z.double().numpy(), "y": clients["device 0"]["y"]}
     declared = fedppl.FederatedModel(functools.partial(linear_models.head, outputs=3), ["v"])
     prior = Gaussian(tau * centre, tau * np.eye(15))
@@ -66,22 +75,22 @@ def test_the_e_step_is_the_mean_field_posterior_of_the_declared_head() -> None:
 def test_gradient_steps_of_a_head_descend_the_summed_bound() -> None:
     """Two steps with momentum, against automatic differentiation of log-likelihood and divergence at the same draws."""
     model, clients = problem()
-    network = model.enrol(clients, kernel=False)["device 1"].view(network_of)
-    head, w, tau = network.head(HEAD), network.unit.initial, 4.0
-    z, centre = features(network.unit, head, w, dtype=torch.float64), torch.full((15,), 0.1, dtype=torch.float64)
+    unit = model.enrol(clients, kernel=False)["device 1"].view(network_of)
+    head, w, tau = head_of(unit, HEAD), unit.initial, 4.0
+    z, centre = features(unit, head, w, dtype=torch.float64), torch.full((15,), 0.1, dtype=torch.float64)
     start, steps = (np.full(15, 0.2), np.full(15, 0.3)), HeadSteps(0.01, 2, 3, momentum=0.9)
-    found = head_posterior(network.unit, head, z, start, centre.numpy(), tau, steps, np.random.default_rng(5))
+    found = posterior_of_head(unit, head, z, start, centre.numpy(), tau, steps, np.random.default_rng(5))
     mean = torch.full((15,), 0.2, dtype=torch.float64, requires_grad=True)
     raw = torch.full((15,), np.log(np.expm1(0.3)), dtype=torch.float64, requires_grad=True)
     optimizer, source = torch.optim.SGD([mean, raw], lr=0.01, momentum=0.9), generator_of(np.random.default_rng(5))
     normal, prior = torch.distributions.Normal, torch.distributions.Normal(centre, tau**-0.5)
-    y = outcomes(network.unit, torch.float64)
+    y = outcomes(unit, torch.float64)
     for _ in range(2):
         optimizer.zero_grad()
         spread = torch.nn.functional.softplus(raw)
         v = mean + spread * torch.randn(3, 15, generator=source, dtype=torch.float64)
         divergence = torch.distributions.kl_divergence(normal(mean, spread), prior).sum()
-        (len(z) * expected_loss(network.unit, head, z, y, v) + divergence).backward()
+        (len(z) * expected_loss(unit, head, z, y, v) + divergence).backward()
         optimizer.step()
     assert_allclose(found[0], mean.detach(), rtol=1e-9)
     assert_allclose(found[1], torch.nn.functional.softplus(raw).detach(), rtol=1e-9)
@@ -101,22 +110,22 @@ def test_slopes_of_the_head_are_those_of_its_loss(normal: bool, bias: bool) -> N
         .enrol({"a": rows}, kernel=False)["a"]
         .view(network_of)
     )
-    head = unit.head(tuple(names[2:]))
-    z = features(unit.unit, head, unit.unit.initial, dtype=torch.float64)
+    head = head_of(unit, tuple(names[2:]))
+    z = features(unit, head, unit.initial, dtype=torch.float64)
     v = torch.from_numpy(generator.normal(size=(6, len(head.places)))).requires_grad_()
-    y = outcomes(unit.unit, torch.float64)
-    wanted = torch.autograd.grad(expected_loss(unit.unit, head, z, y, v), v)[0]
+    y = outcomes(unit, torch.float64)
+    wanted = torch.autograd.grad(expected_loss(unit, head, z, y, v), v)[0]
     share = torch.full((1, 9), 1 / 9, dtype=torch.float64)
-    (found,) = head_slopes(unit.unit.likelihood, head, z[None], y[None], share, v.detach()[None])
+    (found,) = head_slopes(unit.likelihood, head, z[None], y[None], share, v.detach()[None])
     assert_allclose(found / 6, wanted, rtol=1e-10, atol=1e-14)
     # The loss is what PyMC declares, at each draw of the head.
-    w = unit.unit.initial.copy()
+    w = unit.initial.copy()
     losses = []
     for draw in v.detach().numpy():
         w[head.places] = draw
-        losses.append(-log_likelihood(unit.unit, w) / 9)
+        losses.append(-log_likelihood(unit, w) / 9)
     constant = 2 * np.log(0.3 * np.sqrt(2 * np.pi)) if normal else 0.0
-    assert_allclose(float(expected_loss(unit.unit, head, z, y, v).detach()), np.mean(losses) - constant, rtol=1e-10)
+    assert_allclose(float(expected_loss(unit, head, z, y, v).detach()), np.mean(losses) - constant, rtol=1e-10)
 
 
 def test_a_head_whose_weights_are_used_elsewhere_is_refused() -> None:
@@ -136,17 +145,17 @@ def test_a_head_whose_weights_are_used_elsewhere_is_refused() -> None:
 
 def test_layers_below_are_trained_and_the_head_is_not() -> None:
     model, clients = problem()
-    network = model.enrol(clients, kernel=False)["device 1"].view(network_of)
-    head, w = network.head(HEAD), network.unit.initial
+    unit = model.enrol(clients, kernel=False)["device 1"].view(network_of)
+    head, w = head_of(unit, HEAD), unit.initial
     below = np.setdiff1d(np.arange(len(w)), head.places)
     q = (w[head.places], np.zeros(15))
-    after = train_below(network.unit, head, w, below, q, Training(0.1, 20, 10, 0.9), 1, np.random.default_rng(0))
+    after = train_below(unit, head, w, q, Training(0.1, 20, 10, 0.9), 1, np.random.default_rng(0))
     assert_allclose(after[head.places], w[head.places])
     assert np.all(after[below] != w[below])
     # A head without doubt is a head: the same steps by the code that trains networks.
-    other = train(network.unit, w, below, Training(0.1, 20, 10, 0.9), np.random.default_rng(0))
+    other = train(unit, w, below, Training(0.1, 20, 10, 0.9), np.random.default_rng(0))
     X = torch.from_numpy(clients["device 1"]["X"]).float()
-    before, ours, theirs = (network.unit.loaded(x)(X) for x in (w, after, other))
+    before, ours, theirs = (unit.loaded(x)(X) for x in (w, after, other))
     y = torch.from_numpy(clients["device 1"]["y"])
     loss = torch.nn.functional.cross_entropy
     assert loss(ours, y) < loss(before, y)
@@ -164,13 +173,13 @@ def test_heads_go_by_confidence_and_the_rest_by_rows_whatever_the_order(shared: 
         kept[name], replies[name], info = algorithm.update_client(
             client, None, algorithm.broadcast(state, name), stream((1,))
         )
-        network = client.view(network_of)
-        centre = network.unit.weights(state.phi, network.start)[network.head(HEAD).places]
+        unit = client.view(network_of)
+        centre = unit.weights(state.phi)[head_of(unit, HEAD).places]
         assert_allclose(float(replies[name]["weight"]), confidence_of(kept[name].mean, kept[name].sd ** 2, centre))
         assert info["blank"] == 1.0
     after, _ = updated(algorithm, state, replies)
-    unit = models["device 0"].view(network_of).unit
-    head = models["device 0"].view(network_of).head(HEAD)
+    unit = models["device 0"].view(network_of)
+    head = head_of(unit, HEAD)
     w = unit.weights(after.phi, np.zeros(0))
     taus = np.array([float(replies[name]["weight"]) for name in clients])
     wanted = taus @ np.array([kept[name].mean for name in clients]) / taus.sum()

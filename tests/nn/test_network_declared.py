@@ -362,7 +362,7 @@ def test_what_the_first_client_does_not_show_is_refused_there(weights: Any) -> N
 def test_losses_of_long_odds_keep_their_digits() -> None:
     """Losses of a 0 or 1 by a logit f are log(1 + exp(±f)), with the slope expit(±f)."""
     model, clients = known("binary")
-    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of)
     f = torch.tensor([[50.0], [-50.0], [35.0], [-35.0]], dtype=torch.float64).repeat(len(unit.X) // 4 + 1, 1)[
         : len(unit.X)
     ]
@@ -380,7 +380,7 @@ def test_losses_and_slopes_are_those_of_pymc(name: str) -> None:
     """Of weights and unknowns, at two points away from the start; curvatures by differences of slopes."""
     model, clients = known(name)
     client = model.enrol(clients, kernel=False)["b"]
-    unit = client.view(network_of).unit
+    unit = client.view(network_of)
     pymc_model = client.pymc_model()
     observed = pymc_model.observed_RVs[0]
     density = pymc_model.compile_logp(vars=[observed], mode=PYTHON_MODE)
@@ -431,7 +431,7 @@ def test_losses_and_slopes_are_those_of_pymc(name: str) -> None:
 
 def test_unknowns_are_told_apart_from_weights() -> None:
     model, clients = declared(CHANGES["an unknown sd that is shared"])
-    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of)
     assert unit.declared.unknowns == ("log_sd",)
     assert len(unit.inferable_at) == len(unit.shared_at) - 1
     assert isinstance(unit.likelihood, Declared)
@@ -457,7 +457,7 @@ def test_unknowns_beside_one_linear_layer_are_no_biases_of_it(bias: bool) -> Non
 
     names = [*(name for name, _ in net.named_parameters()), "cuts"]
     data = {"a": {"X": rng.normal(size=(5, 2)), "y": np.arange(5) % 3}}
-    unit = fedppl.FederatedModel(build, names).enrol(data, kernel=False)["a"].view(network_of).unit
+    unit = fedppl.FederatedModel(build, names).enrol(data, kernel=False)["a"].view(network_of)
     variance = rng.uniform(0.1, 2.0, unit.size)
     places = np.arange(unit.size)
     X = np.column_stack([unit.X, np.ones((5, int(bias)))])
@@ -526,7 +526,7 @@ def test_a_linear_network_of_counts_has_the_laplace_approximation_of_poisson_reg
 def test_where_a_density_bends_upwards_its_expected_curvature_stands_in(name: str) -> None:
     """(ν + 1) / (ν + 3) / σ² of Student's t, 1 / b² of Laplace; of 128 draws, within five of their errors."""
     model, clients = declared(CHANGES[name])
-    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of)
     output, y = torch.full((ROWS, 1), 40.0, dtype=torch.float64), outcomes(unit, torch.float64)  # all are far away
     assert unit.likelihood.bends(output, y) == (name == "heavy tails")
     root = unit.likelihood.root(output, y, expected=name == "heavy tails").numpy()
@@ -542,7 +542,7 @@ def test_a_row_without_curvature_changes_no_other(name: str) -> None:
     model, clients = declared(change)
     if name == "exposure":
         clients["a"]["y"][0], clients["a"]["e"][0] = 0, 0.0
-    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of)
     y = outcomes(unit, torch.float64)
     output = torch.from_numpy(np.random.default_rng(1).normal(size=(ROWS, change.outputs)))
     if name == "temperature":
@@ -559,7 +559,7 @@ def test_expected_curvatures_hang_on_no_chunk(monkeypatch: pytest.MonkeyPatch) -
     """One far outcome of Student's t: with all rows in one chunk, or a few in each."""
     model, clients = declared(CHANGES["heavy tails"])
     clients["a"]["y"][0] = 30.0
-    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of)
     places = np.arange(unit.size)
     whole = subnet.curvature(unit, unit.initial, places)
     monkeypatch.setattr(subnet, "_NUMBERS", 5)
@@ -602,7 +602,7 @@ def test_moved_outputs_are_followed_or_refused(name: str) -> None:
             model.enrol(clients, kernel=False)["a"].view(network_of)
         return
     for client in model.enrol(clients, kernel=False).values():
-        unit = client.view(network_of).unit
+        unit = client.view(network_of)
         with torch.no_grad():
             output = call(unit.net, state_of(unit.net, torch.from_numpy(unit.initial)), torch.from_numpy(unit.X))
         mean = output.sum(dim=1) if name == "outputs backwards" else output[:, 0]
@@ -672,7 +672,7 @@ def started(change: Change) -> tuple[Any, np.ndarray, np.ndarray]:
     algorithm = nn.FedAvg(phases=(("all", 1),))
     fit = problems.fit_some_rounds(model, clients, algorithm, rounds=1, progressbar=False, random_seed=1)
     X = np.random.default_rng(6).normal(size=(5, 2))
-    unit = fit.clients["a"].view(network_of).unit
+    unit = fit.clients["a"].view(network_of)
     return fit, X, outputs(unit, nn.personalise(fit, "a").weights, X).numpy()
 
 
@@ -749,7 +749,7 @@ def test_whole_numbers_for_a_network_of_reals_are_told(dtype: str) -> None:
 
 def test_what_is_built_later_is_built_once() -> None:
     model, clients = declared(CHANGES["counts"])
-    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: unit.likelihood.drawn(), range(4)))
     assert all(one is found[0] for one in found)
@@ -767,7 +767,7 @@ def test_outcomes_that_cannot_be_drawn_are_told() -> None:
     fit = problems.fit_some_rounds(model, clients, algorithm, rounds=1, progressbar=False, random_seed=1)
     with pytest.raises(fedppl.DataError, match="cannot be drawn at the new inputs.*random="):
         nn.predict(fit, "a", {"X": clients["a"]["X"]})
-    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of)
     with pytest.raises(fedppl.types.LocalFailure, match="cannot be drawn.*random="):
         subnet.curvature_diagonal(unit, unit.initial, np.arange(3))
 
@@ -786,7 +786,7 @@ def test_an_index_of_the_client_s_is_no_part_of_a_closed_form() -> None:
     model, clients = declared(change)
     clients["b"]["step"] = np.array(-1)
     enrolled = model.enrol(clients, kernel=False)
-    assert isinstance(enrolled["a"].view(network_of).unit.likelihood, Declared)
+    assert isinstance(enrolled["a"].view(network_of).likelihood, Declared)
     with pytest.raises(fedppl.DeclarationError, match="client 'b'"):
         enrolled["b"].view(network_of)
 
@@ -795,7 +795,7 @@ def test_a_kink_whose_outcomes_cannot_be_drawn_is_told() -> None:
     """Without curvature the posterior would be the prior."""
     change = BASE["real"]._replace(outcome=lambda f, d: pm.Laplace("o", f[:, 0], 0.5, observed=2.0 * d["y"]))
     model, clients = declared(change)
-    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of)
     with pytest.raises(fedppl.types.LocalFailure, match="kink.*computed from data"):
         subnet.curvature_diagonal(unit, unit.initial, np.arange(3))
 
@@ -808,7 +808,7 @@ def test_columns_for_classes_are_refused_where_there_are_as_many_rows_as_classes
     X = np.random.default_rng(0).normal(size=(3, 2))
     with pytest.raises(fedppl.DeclarationError, match=r"'a'.*'label' has 2 dimensions.*argmax"):
         model.enrol({"a": {"X": X, "y": np.eye(3, dtype=int)}}, kernel=False)["a"].view(network_of)
-    assert model.enrol({"a": {"X": X, "y": np.arange(3)}}, kernel=False)["a"].view(network_of).unit.size == 9
+    assert model.enrol({"a": {"X": X, "y": np.arange(3)}}, kernel=False)["a"].view(network_of).size == 9
 
 
 def test_rows_of_another_shape_are_refused_by_the_client_s_name() -> None:
@@ -822,5 +822,5 @@ def test_outcomes_of_single_precision_are_exact() -> None:
     """Counts beyond 2²⁴ stay what they are."""
     model, clients = declared(CHANGES["counts"])
     clients["a"]["y"] = np.array([2**24 + 1] + [1] * (ROWS - 1))
-    unit = model.enrol(clients, kernel=False)["a"].view(network_of).unit
+    unit = model.enrol(clients, kernel=False)["a"].view(network_of)
     assert float(outcomes(unit, torch.float32)[0, 0]) == 2**24 + 1

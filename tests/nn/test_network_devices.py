@@ -149,7 +149,7 @@ def images(device: Any = None) -> Any:
 def inferred(builder: Any, data: Any, rule: str = "live") -> Any:
     shared = ["0.weight", "0.bias", "1.weight", "1.bias"]
     client = fedppl.FederatedModel(builder, shared).enrol(data, kernel=False)["a"]
-    unit = client.view(network_of).unit
+    unit = client.view(network_of)
     places, g = subnet.chosen(unit, unit.initial, np.full(len(unit.shared_at), 2.0), 15, rule=rule, diagonal=False)
     q = subnet.infer(unit, unit.initial, places, g, dtype=torch.float32)
     return unit, q, subnet.output_covariance(unit, q, unit.X)
@@ -235,7 +235,6 @@ def test_a_network_in_two_places_is_refused_but_where_the_device_is_said() -> No
 def test_double_precision_is_left_to_the_cpu_where_there_is_none() -> None:
     mps = torch.device("mps")
     assert functional.placed(mps, torch.float32) == mps and functional.placed(mps, torch.float64) == functional.CPU
-    assert functional.factored_on(mps) == functional.CPU
     assert functional.placed(torch.device("cuda", 1), torch.float64) == torch.device("cuda", 1)
 
 

@@ -202,7 +202,7 @@ def test_scales_that_differ_between_clients_are_each_client_s_or_refused(kind: s
             fedppl.fit(model, clients, nn.FedSI(tune=None), progressbar=False)
         return
     for name, client in model.enrol(clients, kernel=False).items():
-        unit = client.view(network_of).unit
+        unit = client.view(network_of)
         assert_allclose(
             log_likelihood(unit, unit.initial),
             norm.logpdf(clients[name]["y"], outputs(unit, unit.initial, unit.X).numpy(), clients[name]["scale"]).sum(),
@@ -305,14 +305,14 @@ def alone(sigma: float) -> Any:
 
 def head_after(client: Any, training: Training, *, head: Any = None, prior: bool = True) -> Any:
     """The head before and after fine-tuning by FedSI's rule, with all weights; without a prior by the loss alone."""
-    algorithm, at = nn.FedSI(ratio=0.5), client.view(network_of).unit.local_at
+    algorithm, at = nn.FedSI(ratio=0.5), client.view(network_of).local_at
     state = algorithm.init(client.layout, ("device 0",), stream((0,)))
     message = dict(algorithm.result.final_message(state, "device 0"))
     if not prior:
         del message["variance"]
     kept = None if head is None else LocalClientState(head)
     tuning = _common.Tuning("local", training)
-    before = client.view(network_of).unit.weights(state.mean, client.initial if head is None else head)
+    before = client.view(network_of).weights(state.mean, client.initial if head is None else head)
     after = _common.tuned(client, kept, message, stream((1,)), tuning=tuning).weights
     return before, (after - before)[at]
 
@@ -355,7 +355,7 @@ def test_the_head_of_a_linear_network_is_the_ridge_regression_around_its_start()
     model = fedppl.FederatedModel(builder, ["0.weight", "0.bias"])
     algorithm = nn.FedSI(ratio=1.0, epochs=1, tune_rate=0.01, tune_epochs=1500)
     fit = fedppl.fit(model, {"a": data}, algorithm, rounds=1, progressbar=False, random_seed=0)
-    own, unit = nn.personalise(fit, "a"), fit.clients["a"].view(network_of).unit
+    own, unit = nn.personalise(fit, "a"), fit.clients["a"].view(network_of)
     weight, bias = fit.state.mean[:4].reshape(2, 2), fit.state.mean[4:]
     Z, start = X @ weight.T + bias, unit.declared.local_prior.mean
     wanted = np.linalg.solve(Z.T @ Z / 0.25 + np.eye(2) / 0.04, Z.T @ data["y"][:, 0] / 0.25 + start / 0.04)
@@ -383,7 +383,7 @@ def test_the_inference_prior_of_the_diagonal_variant_acts() -> None:
     found = {width: nn.personalise(fit, "device 0").subnetwork for width, fit in fits.items()}
     g = fits[None].state.variance
     weights = found[0.01].weights
-    unit = fits[None].clients["device 0"].view(network_of).unit
+    unit = fits[None].clients["device 0"].view(network_of)
     curvature = nn.subnet.curvature_diagonal(unit, weights, unit.shared_at)
     for width, q in found.items():
         assert_array_equal(q.weights, weights)

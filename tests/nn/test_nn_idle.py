@@ -102,7 +102,7 @@ def test_a_layer_that_stands_twice_is_one_layer(name: str, count: int) -> None:
 @pytest.mark.parametrize("make", [twice, lambda: Net("idle"), lambda: Net("called")])
 def test_curvature_is_that_of_the_jacobian(make: Any) -> None:
     net, data = make(), clients(1)
-    unit = declared(net).enrol(data, kernel=False)["c0"].view(network_of).unit
+    unit = declared(net).enrol(data, kernel=False)["c0"].view(network_of)
     w, every = unit.initial, np.arange(unit.size)
     X = torch.from_numpy(data["c0"]["X"])
 

@@ -240,7 +240,7 @@ def test_weights_of_other_names_and_priors_without_a_scale_are_refused() -> None
     with pytest.raises(fedppl.DeclarationError, match="weights have 2 dimensions; pass one vector of 31 numbers"):
         nn.module(net, pt.dmatrix(), np.ones((2, 3)))
     with pm.Model():
-        with pytest.raises(fedppl.DeclarationError, match="sigma of '0.weight' is 0 and must be positive"):
+        with pytest.raises(fedppl.DeclarationError, match="sigma of '0.weight'=0 must be positive"):
             nn.parameters(net, sigma=0)
         with pytest.raises(fedppl.DeclarationError, match=r"sigma names \['0.weight'\], the network's parameters are"):
             nn.parameters(net, sigma={"0.weight": 1.0})

@@ -197,7 +197,7 @@ def test_rows_that_do_not_are_accepted(name: str, rng: np.random.Generator) -> N
     make, rows = ACCEPTED[name]
     net = make()
     (client,) = enrolled(net, rows(rng))
-    assert client.view(network_of).unit.size == functional.size_of(net)
+    assert client.view(network_of).size == functional.size_of(net)
 
 
 def test_a_client_that_cannot_show_it_leaves_it_to_the_next(rng: np.random.Generator) -> None:
@@ -215,7 +215,7 @@ def test_rows_that_are_tried_are_different_and_from_everywhere(rng: np.random.Ge
     X = far(rng)
     X[:100:2] = X[0]
     (client,) = enrolled(Seen(torch.tanh), X)
-    found = view._spread(client.view(network_of).unit)
+    found = view._spread(client.view(network_of))
     assert len(found) == len(np.unique(found, axis=0)) == 16
     assert_allclose(found[0], X[77])
     places = [int(np.flatnonzero((X == row).all(axis=1))[0]) for row in found]
@@ -236,12 +236,10 @@ def test_predictions_of_rows_together_are_those_of_rows_alone(rng: np.random.Gen
 def test_losses_and_features_take_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of all of a client's rows, by formula, in chunks that bound the memory."""
     model, clients = problems.classification(shared=("0.weight", "0.bias", "2.weight", "2.bias"))
-    network = model.enrol(clients, kernel=False)["device 0"].view(network_of)
+    unit = model.enrol(clients, kernel=False)["device 0"].view(network_of)
     X, y = clients["device 0"]["X"], clients["device 0"]["y"]
-    W1, b1, W2, b2 = (
-        value.detach().double().numpy() for value in network.unit.loaded(network.unit.initial).parameters()
-    )
-    last, sizes = network.head(("2.weight", "2.bias")), []
+    W1, b1, W2, b2 = (value.detach().double().numpy() for value in unit.loaded(unit.initial).parameters())
+    last, sizes = head.head_of(unit, ("2.weight", "2.bias")), []
     monkeypatch.setattr(functional, "_NUMBERS", 28)  # seven rows of four hidden units
     for module in (train, head):
 
@@ -252,7 +250,7 @@ def test_losses_and_features_take_some_rows_at_a_time(monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "call", counted)
     z = np.tanh(X @ W1.T + b1)
     loss = -log_softmax(z @ W2.T + b2, axis=1)[np.arange(len(y)), y].mean()
-    assert_allclose(loss_at(network.unit, network.unit.initial, dtype=torch.float64), loss, rtol=1e-12)
-    found = head.features(network.unit, last, network.unit.initial, dtype=torch.float64)
+    assert_allclose(loss_at(unit, unit.initial, dtype=torch.float64), loss, rtol=1e-12)
+    found = head.features(unit, last, unit.initial, dtype=torch.float64)
     assert_allclose(found.numpy(), z, rtol=1e-12)
     assert sizes == [7, 7, 6] * 2

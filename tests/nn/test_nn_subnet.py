@@ -112,7 +112,7 @@ def unit(kind: str) -> NetworkUnit:
         builder, y = functools.partial(fedsi.classifier, net=net), rng.integers(0, 3, size=20)
     names = [name for name, _ in net.named_parameters()]
     model = fedppl.FederatedModel(builder, shared=names[:-2])
-    return network_of(model.enrol({"a": {"X": X, "y": y}}, kernel=False)["a"]).unit
+    return network_of(model.enrol({"a": {"X": X, "y": y}}, kernel=False)["a"])
 
 
 def jacobian(unit: NetworkUnit, w: Any, X: Any) -> tuple[Any, Any]:
@@ -207,7 +207,7 @@ def test_on_a_linear_network_with_a_normal_likelihood_the_posterior_is_exact(rng
     X = rng.normal(size=(30, 2))
     builder = functools.partial(fedsi.regressor, net=net, noise_sd=0.5)
     model = fedppl.FederatedModel(builder, shared=["weight", "bias"])
-    own = network_of(model.enrol({"a": {"X": X, "y": rng.normal(size=(30, 1))}}, kernel=False)["a"]).unit
+    own = network_of(model.enrol({"a": {"X": X, "y": rng.normal(size=(30, 1))}}, kernel=False)["a"])
     q = subnet.infer(own, rng.normal(size=3), np.arange(3), np.full(3, 2.0))
     D = np.column_stack([X, np.ones(30)])
     assert_allclose(q.covariance, np.linalg.inv(D.T @ D / 0.25 + np.eye(3) / 2), rtol=1e-9)
@@ -264,14 +264,13 @@ def test_the_posterior_of_few_rows_is_that_of_the_whole_matrix(net: Any, rng: np
     builder = functools.partial(fedsi.classifier, net=net)
     names = [name for name, _ in net.named_parameters()]
     client = fedppl.FederatedModel(builder, names).enrol({"a": {"X": X, "y": np.array([0, 2])}}, kernel=False)["a"]
-    unit = client.view(network_of).unit
+    unit = client.view(network_of)
     index, variance = np.arange(3, 30), rng.uniform(0.5, 4.0, size=27)
-    few = subnet.of_few_rows(unit, unit.initial, index, variance, torch.float64)
     wanted = np.linalg.inv(subnet.curvature(unit, unit.initial, index) + np.diag(1 / variance))
-    assert few is not None
-    assert_allclose(subnet.covariance_of(few), wanted, rtol=1e-9, atol=1e-12)
-    assert_allclose(subnet.variances_of(few), np.diag(wanted), rtol=1e-9)
-    assert_array_equal(subnet.infer(unit, unit.initial, index, variance).covariance, subnet.covariance_of(few))
+    assert subnet.of_few_rows(unit, unit.initial, index, variance, torch.float64) is not None
+    assert_allclose(subnet.infer(unit, unit.initial, index, variance).covariance, wanted, rtol=1e-9, atol=1e-12)
+    found = subnet.marginals(unit, unit.initial, index, variance, dtype=torch.float64)
+    assert_allclose(found, np.diag(wanted), rtol=1e-9)
     assert subnet.of_few_rows(unit, unit.initial, index, 1e20 * variance, torch.float64) is None
 
 
@@ -282,7 +281,7 @@ def test_variances_alone_are_those_of_the_posterior(rows: int, diagonal: bool, r
     net, names = problems.network(), [name for name, _ in problems.network().named_parameters()]
     model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), names)
     data = {"X": rng.normal(size=(rows, 3)), "y": rng.integers(0, 3, size=rows)}
-    unit = model.enrol({"a": data}, kernel=False)["a"].view(network_of).unit
+    unit = model.enrol({"a": data}, kernel=False)["a"].view(network_of)
     variance = rng.uniform(0.5, 4.0, size=len(unit.shared_at))
     settings = {"diagonal": diagonal, "dtype": torch.float64}
     places, g = subnet.chosen(unit, unit.initial, variance, 27, rule="live", **settings)
@@ -302,7 +301,7 @@ def test_inputs_of_another_scale_do_not_cost_the_posterior_its_digits(
     net, X = torch.nn.Linear(40, 3), scale * rng.normal(size=(rows, 40))
     model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.3), ["weight", "bias"])
     data = {"X": X, "y": rng.normal(size=(rows, 3))}
-    own = network_of(model.enrol({"a": data}, kernel=False)["a"]).unit
+    own = network_of(model.enrol({"a": data}, kernel=False)["a"])
     found = subnet.infer(own, own.initial, np.arange(123), np.ones(123), dtype=torch.float32).covariance
     D = np.column_stack([X, np.ones(rows)]) / 0.3
     U, s, V = np.linalg.svd(D, full_matrices=False)
@@ -321,7 +320,7 @@ def test_weights_at_zero_do_not_hide_how_far_rows_narrow_the_posterior(rng: np.r
     torch.nn.init.zeros_(net.weight)
     torch.nn.init.zeros_(net.bias)
     model = fedppl.FederatedModel(functools.partial(fedsi.classifier, net=net), ["weight", "bias"])
-    own = network_of(model.enrol({"a": {"X": X, "y": np.array([0, 2])}}, kernel=False)["a"]).unit
+    own = network_of(model.enrol({"a": {"X": X, "y": np.array([0, 2])}}, kernel=False)["a"])
     found = subnet.infer(own, own.initial, np.arange(164), np.ones(164), dtype=torch.float32).covariance
     J, f = jacobian(own, own.initial, X)
     rows = (np.linalg.cholesky(hessian(own, f) + 1e-14 * np.eye(4)).transpose(0, 2, 1) @ J).reshape(8, -1)
@@ -334,7 +333,7 @@ def test_what_double_precision_loses_too_is_refused(rng: np.random.Generator) ->
     net, rows = torch.nn.Linear(40, 3), 20
     model = fedppl.FederatedModel(functools.partial(fedsi.regressor, net=net, noise_sd=0.3), ["weight", "bias"])
     data = {"X": rng.normal(size=(rows, 40)), "y": rng.normal(size=(rows, 3))}
-    own = network_of(model.enrol({"a": data}, kernel=False)["a"]).unit
+    own = network_of(model.enrol({"a": data}, kernel=False)["a"])
     with pytest.raises(LocalFailure, match="bring inputs to sd 1"):
         subnet.infer(own, own.initial, np.arange(123), np.full(123, 1e18), dtype=torch.float32)
     told = np.arange(0, 120, 10)

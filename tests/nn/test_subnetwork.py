@@ -69,7 +69,7 @@ def test_weights_outside_the_subnetwork_are_degenerate() -> None:
     state = algorithm.init(client.layout, tuple(clients), stream((0,)))
     _, reply, _ = algorithm.update_client(client, None, algorithm.broadcast(state, "device 0"), stream((1,)))
     assert np.sum(reply["spread"] > 0) == 4 and len(reply["spread"]) == 16
-    unit = client.view(network_of).unit
+    unit = client.view(network_of)
     w = unit.weights(reply["mean"], client.initial)
     chosen = select(np.ones(16), curvature_diagonal(unit, w, unit.shared_at), 4)
     assert_array_equal(np.flatnonzero(reply["spread"]), chosen)
@@ -83,8 +83,8 @@ def test_heads_stay_where_all_clients_start_until_the_rounds_are_over() -> None:
         assert_array_equal(client.initial, start)
         assert client.client_id not in fit.personal  # nothing is kept
         own = nn.personalise(fit, client.client_id)
-        assert_array_equal(own.weights[client.view(network_of).unit.shared_at], fit.state.mean)
-        assert np.all(own.weights[client.view(network_of).unit.local_at] != start)
+        assert_array_equal(own.weights[client.view(network_of).shared_at], fit.state.mean)
+        assert np.all(own.weights[client.view(network_of).local_at] != start)
 
 
 @pytest.mark.parametrize("average", ["variance", "sd"])
@@ -134,7 +134,7 @@ def test_draws_at_a_client_are_of_the_subnetworks_posterior() -> None:
     fit = common()
     posterior = fit.client("device 1", draws=2000, chains=2)["posterior"]
     own = nn.personalise(fit, "device 1")
-    unit = fit.clients["device 1"].view(network_of).unit
+    unit = fit.clients["device 1"].view(network_of)
     flat = np.concatenate(
         [posterior[name].values.reshape(4000, -1) for name in ("0.weight", "0.bias", "2.weight", "2.bias")], axis=1
     )

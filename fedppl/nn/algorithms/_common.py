@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.random import Generator
+from torch import Tensor, nn
 
-from fedppl import gaussian
+from fedppl import contracts
 from fedppl.algorithms.averaging.fedavg import KeptLocal, average, fitting_local, not_counted, root_mean_square_change
-from fedppl.contracts import (
-    CheckFn,
-    ClientView,
-    Disclosure,
-    Draws,
-    Needs,
-    Point,
-    Received,
-    Replies,
-    Report,
-    Result,
-    always,
-)
+from fedppl.contracts import ClientUpdate, ClientView, Draws, Part, Point, Received, Report, Result
+from fedppl.contracts.client import BatchFn
 from fedppl.local.target import at_points
+from fedppl.nn.batch import groups
 from fedppl.nn.functional import call, gradients, hooked, host, parts_of
+from fedppl.nn.head import head_of
 from fedppl.nn.personal import further_gain
 from fedppl.nn.train import GROWTH, Training, train
 from fedppl.nn.unit import NetworkUnit
 from fedppl.nn.view import NetworkResult, Own, PersonaliseFn, network_of
 from fedppl.settings import between, positive, whole
-from fedppl.types import Array, DeclarationError, Layout, Message
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng
+
+logger = logging.getLogger(__name__)
+S = TypeVar("S")
+P = TypeVar("P")
 
 
 class Tuning(NamedTuple):
@@ -55,11 +50,12 @@ def training_rule(
     )
 
 
-def names_in(value: Any) -> tuple[str, ...] | None:
-    """Torch's names of parameters; None for a value that is no sequence of different names."""
-    if not isinstance(value, tuple | list) or not value or not all(isinstance(name, str) for name in value):
-        return None
-    return tuple(value) if len(set(value)) == len(value) else None
+def names_rule(names: Any, refusal: str) -> tuple[str, ...]:
+    """Torch's names of parameters, each once; other values are refused."""
+    listed = isinstance(names, tuple | list) and names and all(isinstance(name, str) for name in names)
+    if not listed or len(set(names)) < len(names):
+        raise DeclarationError(refusal)
+    return tuple(names)
 
 
 def tuning_rule(tune: Any, rate: float, epochs: int, batch_size: int, *, momentum: float | None = None) -> Tuning:
@@ -67,46 +63,35 @@ def tuning_rule(tune: Any, rate: float, epochs: int, batch_size: int, *, momentu
     training = training_rule(rate, epochs, batch_size, momentum=momentum, prefix="tune_")
     if tune is None or (isinstance(tune, str) and tune in ("local", "all")):
         return Tuning(tune, training)
-    names = names_in(tune)
-    if names is None:
-        raise DeclarationError(
-            f'tune={tune!r} must be "local", "all", a tuple of torch\'s names, each once, or None for none.'
-        )
-    return Tuning(names, training)
+    refusal = f'tune={tune!r} must be "local", "all", a tuple of torch\'s names, each once, or None for none.'
+    return Tuning(names_rule(tune, refusal), training)
 
 
 def check_network(client: ClientView, algorithm: str, *trained: str | tuple[str, ...] | None) -> None:
     """Refuse models without a network, shared priors that are not independent normals, and unknown names."""
-    network = client.view(network_of)
-    _check_prior(client.layout, network.unit.declared.shared_kinds, algorithm)
-    for which in trained:
-        if which is not None:
-            network.places(which)
-
-
-def check_unknowns(client: ClientView, algorithm: str, *trained: str | tuple[str, ...]) -> None:
-    """Refuse local unknowns of the likelihood that no round trains, which would keep their start."""
-    network = client.view(network_of)
-    names = {v.name for v in client.local} & set(network.unit.declared.unknowns)
-    reached = set(np.concatenate([np.zeros(0, int), *(network.places(which) for which in trained)]))
-    if untrained := [name for name in sorted(names) if not set(network.places((name,))) <= reached]:
-        raise DeclarationError(
-            f"{untrained} of the likelihood are unknown and local, and no round of {algorithm} trains them; name them "
-            "in FederatedModel(shared=...), declare constants, or use fedppl.nn.FedAvg with phases= that train them."
-        )
-
-
-def _check_prior(layout: Layout, kinds: Mapping[str, str], algorithm: str) -> None:
-    """Refuse a prior that is not independent normal, since only its mean and variances would be used."""
+    unit = client.view(network_of)
+    layout, kinds = client.layout, unit.declared.shared_kinds
     wrong = [name for name, kind in kinds.items() if kind not in ("normal", "lognormal")] or list(kinds)
     if layout.prior_is_gaussian:
         wrong = _correlated(layout)
     if wrong:
         raise DeclarationError(
             f"the prior of {', '.join(f'{name!r} ({kinds[name]})' for name in wrong)} is not one of independent "
-            f"normals, and {algorithm} has no use for any other. Declare shared weights by pm.Normal with constant "
-            "parameters, as fedppl.nn.parameters does, and unknowns of the likelihood by pm.Normal, or pm.LogNormal "
-            "for a scale or a step between cut points."
+            f"normals, as {algorithm} needs; use pm.Normal with constant parameters, or pm.LogNormal for a scale."
+        )
+    for which in trained:
+        if which is not None:
+            unit.places(which)
+
+
+def check_unknowns(client: ClientView, *trained: str | tuple[str, ...]) -> None:
+    """Refuse local unknowns of the likelihood that no round trains, which would keep their start."""
+    unit = client.view(network_of)
+    names = {v.name for v in client.local} & set(unit.declared.unknowns)
+    reached = set(np.concatenate([np.zeros(0, int), *(unit.places(which) for which in trained)]))
+    if untrained := [name for name in sorted(names) if not set(unit.places((name,))) <= reached]:
+        raise DeclarationError(
+            f"{untrained} of the likelihood are unknown and local, and untrained; share them, or use FedAvg(phases=)."
         )
 
 
@@ -133,25 +118,44 @@ def unused_priors(
     return tuple(names)
 
 
-def needs(check: CheckFn, unused: Callable[[ClientView], tuple[str, ...]] = unused_priors) -> Needs:
+def needs(check: contracts.CheckFn, unused: Callable[[ClientView], tuple[str, ...]] = unused_priors) -> contracts.Needs:
     """Needs of a client's model: a network, which has its own gradients."""
-    return Needs(check, kernel=False, diagonal_prior=True, unused_priors=unused)
+    return contracts.Needs(check, kernel=False, diagonal_prior=True, unused_priors=unused)
 
 
-def whole_network(algorithm: str, head: tuple[str, ...] | None = None) -> Needs:
+def whole_network(algorithm: str, head: tuple[str, ...] | None = None) -> contracts.Needs:
     """Needs of a client's model: a network, all of it shared, with this head, if any, for its last layer."""
 
     def check(client: ClientView) -> None:
         check_network(client, algorithm, "shared")
-        if client.local_size:
+        if names := [v.name for v in client.local]:
             raise DeclarationError(
-                f"{[v.name for v in client.local]} are local, and this algorithm shares whole networks; name weights "
-                "and unknowns in FederatedModel(shared=...), or use fedppl.nn.FedAvg or fedppl.nn.FedSI."
+                f"{names} are local, and this algorithm shares whole networks; name weights and unknowns in shared=."
             )
         if head is not None:
-            client.view(network_of).head(head)
+            head_of(client.view(network_of), head)
 
     return needs(check)
+
+
+def batch_of(updates: BatchFn[P], unreported: BatchFn[P] | None = None) -> contracts.Batch[P]:
+    """The functions of one client, and of clients with one network, by those of a group, which may be one client.
+
+    Of one client alone they raise `LocalFailure` where they would give None.
+    """
+
+    def alone(of_group: BatchFn[P], *part: Any) -> ClientUpdate[P]:
+        (update,) = of_group([Part(*part)])
+        assert update is not None
+        return update
+
+    def unreported_alone(client: ClientView, personal: P | None, message: Message, rng: Rng) -> Any:
+        assert unreported is not None
+        update = alone(unreported, client, personal, message, rng)
+        return update.personal, update.info
+
+    update_client = functools.partial(alone, updates)
+    return contracts.Batch(update_client, unreported and unreported_alone, groups, updates, unreported)
 
 
 # The rows for which a network's units are open, which a site checks before it replies with weights or gradients -------
@@ -165,23 +169,21 @@ def open_rows(client: Any, phi: Array) -> list[Array]:
     training then reveals this row. Inputs of linear layers are further arrays: a row in which an input is 0 does not
     move the input's weights either.
     """
-    network = client.view(network_of)
-    unit, w = network.unit, network.at(phi)
-    rng = torch.Generator().manual_seed(0)
+    unit, rng = client.view(network_of), torch.Generator().manual_seed(0)
+    w = unit.weights(phi)
     parts = [_open_rows_of(unit, w, unit.X[rows], rng) for rows in parts_of(unit.net, unit.X.shape)]
     return [np.concatenate(layer) for layer in zip(*parts, strict=True)]
 
 
 def _open_rows_of(unit: NetworkUnit, w: Array, X: Array, rng: torch.Generator) -> list[Array]:
-    outputs: list[tuple[torch.nn.Module, torch.Tensor]] = []
-    inputs: list[torch.Tensor] = []
-
+    outputs: list[tuple[nn.Module, Tensor]] = []
+    inputs: list[Tensor] = []
     net, state = unit.net, unit.state(w, torch.float64)
     layers = {name: layer for name, layer in net.named_modules() if list(layer.parameters(recurse=False))}
 
-    def keep(name: str, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    def keep(name: str, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
         outputs.append((layers[name], output))
-        if isinstance(layers[name], torch.nn.Linear):
+        if isinstance(layers[name], nn.Linear):
             inputs.append(given[0].detach())
         return output.clone()  # the next layer may change it in place
 
@@ -199,11 +201,11 @@ def _open_rows_of(unit: NetworkUnit, w: Array, X: Array, rng: torch.Generator) -
     return [np.asarray(host(part)) for part in columns]
 
 
-def _by_unit(module: torch.nn.Module, slope: torch.Tensor) -> torch.Tensor:
+def _by_unit(module: nn.Module, slope: Tensor) -> Tensor:
     """Slopes of a layer's units in each row, (n, units), or their size over places in an image or a sequence."""
     if slope.ndim == 2:
         return slope
-    if slope.ndim > 2 and not isinstance(module, torch.nn.Linear):
+    if slope.ndim > 2 and not isinstance(module, nn.Linear):
         slope = slope.movedim(1, -1)
     return slope.reshape(len(slope), -1, slope.shape[-1]).square().sum(1).sqrt()
 
@@ -230,11 +232,6 @@ class NetworkInfo(NamedTuple):
     change: float  # root mean square of the change of the shared weights
 
 
-def init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> NetworkState:
-    """Start at the mean of the declared prior."""
-    return NetworkState(gaussian.mean(layout.prior))
-
-
 def broadcast(state: Any, client_id: str) -> Message:
     """The shared weights, phi in any state."""
     return {"mean": state.phi}
@@ -249,10 +246,8 @@ def with_round(average: OverRounds, phi: Array, smoothing: float) -> OverRounds:
 def moved(before: Array, after: Array) -> tuple[float, str]:
     """The change of the weights, and the message of the round."""
     change = root_mean_square_change(before, after)
-    return change, (
-        f"weights moved by {change:.2g} (root mean square) in the last round. No rule tells when a network is trained: "
-        "score rows that were held out, and raise rounds= while that helps"
-    )
+    moved_by = f"weights moved by {change:.2g} (root mean square) in the last round"
+    return change, f"{moved_by}; raise rounds= while scores of held-out rows improve"
 
 
 def reported(before: Array, after: Array) -> Report:
@@ -278,20 +273,17 @@ def run_away(name: str, weights: Array, before: Array) -> str | None:
 
 
 # Shared by FedAvg and its variants, beside the functions above.
-REPLIES = Replies[Any](
+REPLIES = contracts.Replies[Any](
     lambda state: {"weighted": state.phi.shape, "weight": ()},
     lambda state, reply: not_counted(reply, "weight") or run_away("weighted", average(reply), state.phi),
-    always,
+    contracts.always,
 )
 ESTIMATE = Point[Any](lambda state: state.phi)
-AT_MEAN = Disclosure(functools.partial(at_points, name="mean"), by_row=open_rows)
+AT_MEAN = contracts.Disclosure(functools.partial(at_points, name="mean"), by_row=open_rows)
 
 
 # A client's own network when the rounds are over, and draws of it -----------------------------------------------------
 
-logger = logging.getLogger(__name__)
-S = TypeVar("S")
-P = TypeVar("P")
 _MOST = 100_000_000  # numbers in one array of draws
 _SHORT = 0.1  # nats a row, above which as many steps of fine-tuning again would gain too much
 
@@ -304,16 +296,14 @@ def network_result(
 ) -> Result[S, P]:
     """How to read the server's state: draws at a client are of its own network; `others` as in `Result`."""
 
-    def draw(
-        client: ClientView, personal: P | None, message: Message, draws: int, chains: int, rng: Generator
-    ) -> Draws:
+    def draw(client: ClientView, personal: P | None, message: Message, draws: int, chains: int, rng: Rng) -> Draws:
         size, count = client.shared_size + client.local_size, draws * chains
         if count * size > _MOST:
+            gigabytes = count * size * 8 / 1e9
             raise DeclarationError(
-                f"{count} draws of {size} weights are {count * size * 8 / 1e9:.1f} GB. Pass draws= and "
-                "chains= for fewer, or predict in closed form by fedppl.nn.predict(fit, client, inputs)."
+                f"{count} draws of {size} weights are {gigabytes:.1f} GB. Pass draws= or use fedppl.nn.predict."
             )
-        own, unit = personalise(client, personal, message, rng), client.view(network_of).unit
+        own, unit = personalise(client, personal, message, rng), client.view(network_of)
         w = np.broadcast_to(own.weights, (count, size)).copy()
         if own.subnetwork is not None:
             w[:, own.subnetwork.places] += own.subnetwork.deviations(count, rng)
@@ -325,43 +315,33 @@ def network_result(
 
 
 def tuned(
-    client: ClientView,
-    personal: KeptLocal,
-    message: Message,
-    rng: Generator,
-    *,
-    tuning: Tuning,
-    rate: str = "tune_rate",
+    client: ClientView, personal: KeptLocal, message: Message, rng: Rng, *, tuning: Tuning, rate: str = "tune_rate"
 ) -> Own:
     """One client's network: the shared weights, its own, fine-tuned by the setting named `rate`.
 
     A message with prior variances of the shared weights asks for the mode under those and the declared prior of local
     weights; without them the loss alone counts.
     """
-    network, local = client.view(network_of), fitting_local(client, personal and personal.local)
-    unit, (which, training) = network.unit, tuning
-    if local is None and not set(unit.local_at) <= set(network.places(which) if which is not None else ()):
+    unit, local, (which, training) = client.view(network_of), fitting_local(client, personal and personal.local), tuning
+    if local is None and not set(unit.local_at) <= set(unit.places(which) if which is not None else ()):
         logger.warning(
-            "client %s has no local weights of its own, and takes those that all clients start from; an algorithm with "
-            'tune="local" fine-tunes them',
+            'client %s has no local weights of its own, and takes those that all start from; tune="local" trains them',
             client.client_id,
         )
-    mean = np.asarray(message["mean"], dtype=float)
-    start = unit.weights(mean, network.start if local is None else local)
+    start = unit.weights(message["mean"], local)
     if which is None:
         return Own(client, start, None)
-    free, prior, penalty = network.places(which), None, None
+    free, prior, penalty = unit.places(which), None, None
     if "variance" in message:
         declared = unit.declared.local_prior
-        centre = unit.weights(mean, declared.mean)
+        centre = unit.weights(message["mean"], declared.mean)
         precision = unit.weights(1.0 / np.asarray(message["variance"]), declared.precision)
         prior, penalty = (centre[free], precision[free]), declared.penalty if declared.others else None
     w = train(unit, start, free, training, rng, prior=prior, penalty=penalty, rate=rate)
     # The gain does not include priors that are not normal.
     if penalty is None and (gain := further_gain(unit, start, w, prior, free)) > _SHORT:
         logger.warning(
-            "client %r: fine-tuning has not converged: as many steps again would lower the mean loss of a row by "
-            "about %.2g; raise %s= or tune_epochs=, and judge on rows that were held out",
+            "client %r: fine-tuning has not converged: further steps would gain %.2g a row; raise %s= or tune_epochs=",
             client.client_id,
             gain,
             rate,

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import (
@@ -20,15 +19,15 @@ from fedppl.algorithms.averaging.fedavg import (
     weights_rule,
 )
 from fedppl.algorithms.averaging.scaffold import Controls, correction, ends_of, entered, no_controls
-from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Part, Point, Received, Replies, Report
 from fedppl.nn.algorithms import _common
-from fedppl.nn.batch import groups, stacked, train_together
+from fedppl.nn.batch import train_each
 from fedppl.nn.functional import Places
 from fedppl.nn.train import Training, train
-from fedppl.nn.unit import NetworkUnit
+from fedppl.nn.unit import NetworkUnit, Pair
 from fedppl.nn.view import Own, network_of
 from fedppl.settings import between, described, shown
-from fedppl.types import Array, DeclarationError, Layout, Message
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng
 
 
 class AveragedState(NamedTuple):
@@ -36,6 +35,10 @@ class AveragedState(NamedTuple):
 
     phi: Array  # (m,)
     smooth: _common.OverRounds
+
+
+_Parts = Sequence[Part[LocalClientState]]
+_Updates = list[ClientUpdate[LocalClientState] | None]
 
 
 class _Settings(NamedTuple):
@@ -122,14 +125,15 @@ def FedAvg(
         weights_rule(weights),
         between("smoothing", smoothing, 0, 1, "[)"),
     )
-    update_client = functools.partial(_update_client, settings=settings)
-    unreported = functools.partial(_update_unreported, settings=settings)
+    batch = _common.batch_of(
+        functools.partial(_updates, settings=settings), functools.partial(_updates_unreported, settings=settings)
+    )
     return Algorithm[AveragedState, LocalClientState](
         name="nn.FedAvg",
         settings=described({"learning_rate": learning_rate, "batch_size": batch_size}, **settings._asdict()),
         init=_init,
         broadcast=_common.broadcast,
-        update_client=update_client,
+        update_client=batch.update_client,
         update_server=functools.partial(_update_server, smoothing=settings.smoothing),
         replies=_common.REPLIES,
         result=_common.network_result(
@@ -139,18 +143,12 @@ def FedAvg(
         ),
         needs=_common.needs(functools.partial(_check, settings=settings)),
         disclosure=_common.AT_MEAN,
-        unreported=unreported,
-        batch=Batch(
-            update_client,
-            unreported,
-            groups,
-            functools.partial(_update_together, settings=settings),
-            functools.partial(_update_unreported_together, settings=settings),
-        ),
+        unreported=batch.unreported,
+        batch=batch,
     )
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> AveragedState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> AveragedState:
     phi = gaussian.mean(layout.prior)
     return AveragedState(phi, _common.OverRounds(phi, 0.0))
 
@@ -165,99 +163,57 @@ def _update_server(state: AveragedState, received: Received, *, smoothing: float
 def _check(client: ClientView, *, settings: _Settings) -> None:
     trained = [which for which, _ in settings.phases]
     _common.check_network(client, "nn.FedAvg", *trained, settings.tuning.which)
-    _common.check_unknowns(client, "nn.FedAvg", *trained)
+    _common.check_unknowns(client, *trained)
 
 
 def _phases_rule(phases: Any) -> list[tuple[str | tuple[str, ...], int]]:
     """Check the keyword `phases` but for the epochs, which are a rule of training."""
+    refusal = (
+        f'phases={shown(phases)} must be pairs of weights ("shared", "local", "all" or a tuple of torch\'s names, '
+        'each once) and epochs, for example (("all", 10),).'
+    )
     pairs = phases if isinstance(phases, tuple | list) else ()
-    checked = [
-        (phase[0] if isinstance(phase[0], str) else _common.names_in(phase[0]), phase[1])
-        for phase in pairs
-        if isinstance(phase, tuple | list) and len(phase) == 2
-    ]
-    if not pairs or len(checked) < len(pairs) or any(names is None for names, _ in checked):
-        raise DeclarationError(
-            f'phases={shown(phases)} must be pairs of weights ("shared", "local", "all" or a tuple of torch\'s names, '
-            'each once) and epochs, for example (("all", 10),).'
-        )
-    return [(names, epochs) for names, epochs in checked if names is not None]
-
-
-def _update_client(
-    client: ClientView, personal: LocalClientState | None, message: Message, rng: Generator, *, settings: _Settings
-) -> ClientUpdate[LocalClientState]:
-    network, (local, info) = client.view(network_of), kept_local(client, personal and personal.local)
-    unit, phi = network.unit, np.asarray(message["mean"])
-    w = unit.weights(phi, local)
-    for which, training in settings.phases:
-        free = network.places(which)
-        w = train(unit, w, free, training, rng, prior=_pull(unit, free, phi, settings.proximal))
-    return _update(client, w, info, settings)
-
-
-def _update(
-    client: ClientView, w: Array, info: Mapping[str, float], settings: _Settings
-) -> ClientUpdate[LocalClientState]:
-    unit, weight = client.view(network_of).unit, weight_of(client, settings.weights)
-    return ClientUpdate(LocalClientState(w[unit.local_at]), weighted(w[unit.shared_at], weight), info)
-
-
-def _pull(unit: NetworkUnit, free: Places, phi: Array, proximal: float) -> tuple[Array, Array] | None:
-    """Means and precisions of the proximal term, for the shared weights among `free`."""
-    if not proximal:
-        return None
-    centre, precision = np.zeros(unit.size), np.zeros(unit.size)
-    centre[unit.shared_at] = phi
-    precision[unit.shared_at] = proximal * len(unit.X)  # the prior counts once for all rows
-    return centre[free], precision[free]
-
-
-def _update_unreported(
-    client: ClientView, personal: LocalClientState | None, message: Message, rng: Generator, *, settings: _Settings
-) -> tuple[LocalClientState | None, Mapping[str, float]]:
-    """Train local weights, if there are any: the client keeps nothing else."""
-    if not client.local_size:
-        return personal, {}
-    update = _update_client(client, personal, message, rng, settings=_kept_phases(client, settings))
-    return update.personal, kept_local(client, personal and personal.local)[1]
-
-
-def _kept_phases(client: ClientView, settings: _Settings) -> _Settings:
-    """Settings without the last phases that train shared weights alone, of which a silent client keeps nothing."""
-    network = client.view(network_of)
-    local = [bool(np.isin(network.places(which), network.unit.local_at).any()) for which, _ in settings.phases]
-    return settings._replace(phases=settings.phases[: len(local) - local[::-1].index(True)] if any(local) else ())
-
-
-def _update_together(
-    parts: Sequence[Part[LocalClientState]], *, settings: _Settings
-) -> list[ClientUpdate[LocalClientState] | None]:
-    """`_update_client` at clients with one network; None for those whose training fails."""
-    networks = [part.client.view(network_of) for part in parts]
-    starts = [kept_local(part.client, part.personal and part.personal.local) for part in parts]
-    units, means = [network.unit for network in networks], [np.asarray(part.message["mean"]) for part in parts]
-    W = np.stack([unit.weights(phi, local) for unit, phi, (local, _) in zip(units, means, starts, strict=True)])
-    stack, rngs, trained = stacked(units), [part.rng for part in parts], np.ones(len(parts), dtype=bool)
-    for which, training in settings.phases:
-        free = networks[0].places(which)
-        pulls = [_pull(unit, free, phi, settings.proximal) for unit, phi in zip(units, means, strict=True)]
-        priors = [pull for pull in pulls if pull is not None]
-        W, succeeded = train_together(stack, W, free, training, rngs, priors=priors or None)
-        trained &= succeeded
+    if not pairs or not all(isinstance(phase, tuple | list) and len(phase) == 2 for phase in pairs):
+        raise DeclarationError(refusal)
     return [
-        _update(part.client, w, info, settings) if is_trained else None
-        for part, w, (_, info), is_trained in zip(parts, W, starts, trained, strict=True)
+        (names if isinstance(names, str) else _common.names_rule(names, refusal), epochs) for names, epochs in pairs
     ]
 
 
-def _update_unreported_together(
-    parts: Sequence[Part[LocalClientState]], *, settings: _Settings
-) -> list[ClientUpdate[LocalClientState] | None]:
-    """`_update_unreported` at clients with one network."""
+def _updates(parts: _Parts, *, settings: _Settings) -> _Updates:
+    """Train by phases at clients with one network, from φ and their own local weights."""
+    units = [part.client.view(network_of) for part in parts]
+    starts = [kept_local(part.client, part.personal and part.personal.local) for part in parts]
+    means = [np.asarray(part.message["mean"]) for part in parts]
+    W = np.stack([unit.weights(phi, local) for unit, phi, (local, _) in zip(units, means, starts, strict=True)])
+    rngs, trained, priors = [part.rng for part in parts], np.ones(len(parts), dtype=bool), None
+    for which, training in settings.phases:
+        free = units[0].places(which)
+        if settings.proximal:
+            priors = [_pull(unit, free, phi, settings.proximal) for unit, phi in zip(units, means, strict=True)]
+        W, succeeded = train_each(units, W, free, training, rngs, priors)
+        trained &= succeeded
+    updates: _Updates = [None] * len(parts)
+    for k in np.flatnonzero(trained).tolist():
+        kept, weight = LocalClientState(W[k, units[k].local_at]), weight_of(parts[k].client, settings.weights)
+        updates[k] = ClientUpdate(kept, weighted(W[k, units[k].shared_at], weight), starts[k][1])
+    return updates
+
+
+def _pull(unit: NetworkUnit, free: Places, phi: Array, proximal: float) -> Pair:
+    """Means and precisions of the proximal term, for the shared weights among `free`."""
+    precision = proximal * len(unit.X)  # the prior counts once for all rows
+    return unit.weights(phi, 0.0)[free], unit.weights(precision, 0.0)[free]
+
+
+def _updates_unreported(parts: _Parts, *, settings: _Settings) -> _Updates:
+    """Train local weights, if there are any, without the last phases that train shared ones alone."""
     if not parts[0].client.local_size:
         return [ClientUpdate(part.personal, {}) for part in parts]
-    updates = _update_together(parts, settings=_kept_phases(parts[0].client, settings))
+    unit = parts[0].client.view(network_of)
+    local = [bool(np.isin(unit.places(which), unit.local_at).any()) for which, _ in settings.phases]
+    phases = settings.phases[: len(local) - local[::-1].index(True)] if any(local) else ()
+    updates = _updates(parts, settings=settings._replace(phases=phases))
     return [None if update is None else update._replace(reply={}) for update in updates]
 
 
@@ -324,25 +280,24 @@ def SCAFFOLD(
         ),
         result=_common.network_result(
             _common.broadcast,
-            lambda client, personal, message, rng: Own(client, client.view(network_of).at(message["mean"]), None),
+            lambda client, personal, message, rng: Own(client, client.view(network_of).weights(message["mean"]), None),
             _common.ESTIMATE,
         ),
         needs=_common.whole_network("nn.SCAFFOLD"),
     )
 
 
-def _scaffold_init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> ScaffoldState:
+def _scaffold_init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> ScaffoldState:
     where = {client_id: k for k, client_id in enumerate(clients)}
     return ScaffoldState(gaussian.mean(layout.prior), where, no_controls(len(clients), layout.size))
 
 
 def _scaffold_update_client(
-    client: ClientView, personal: None, message: Message, rng: Generator, *, training: Training, weights: str
+    client: ClientView, personal: None, message: Message, rng: Rng, *, training: Training, weights: str
 ) -> ClientUpdate[None]:
-    network = client.view(network_of)
-    unit = network.unit
-    added = unit.weights(np.asarray(message["correction"]), np.zeros(client.local_size))
-    w = train(unit, network.at(message["mean"]), np.arange(unit.size), training, rng, linear=added)
+    unit = client.view(network_of)
+    added = unit.weights(message["correction"])
+    w = train(unit, unit.weights(message["mean"]), np.arange(unit.size), training, rng, linear=added)
     steps = training.epochs * -(-len(unit.X) // training.batch_size)
     weight = np.array(weight_of(client, weights))
     return ClientUpdate(None, {"phi": w[unit.shared_at], "weight": weight, "steps": np.array(float(steps))})

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numpy.random import Generator
 
-from fedppl import gaussian
+from fedppl import contracts, gaussian
 from fedppl.algorithms.averaging.fedavg import not_counted, weight_of, weighted, weights_rule
-from fedppl.contracts import (
-    Algorithm,
-    ClientUpdate,
-    ClientView,
-    Disclosure,
-    Needs,
-    Point,
-    Received,
-    Replies,
-    Report,
-    always,
-)
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Point, Received, Replies, Report
+from fedppl.contracts.client import ClientFn
 from fedppl.local.target import at_points
 from fedppl.nn.algorithms import _common
-from fedppl.nn.functional import Places
 from fedppl.nn.personal import bayes_steps, meta_steps, moreau_steps
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.train import GROWTH, Training, loss_at, train
-from fedppl.nn.unit import NetworkUnit
-from fedppl.nn.view import Own, network_of
+from fedppl.nn.unit import Pair
+from fedppl.nn.view import Own, PersonaliseFn, network_of, own_of
 from fedppl.settings import between, described, positive, whole
-from fedppl.types import Array, DeclarationError, Layout, Message
+from fedppl.types import Array, DeclarationError, Layout, Message, Rng
+
+P = TypeVar("P")
 
 
 def PerFedAvg(
@@ -73,35 +63,33 @@ def PerFedAvg(
     training = _common.training_rule(learning_rate, epochs, batch_size, momentum=0.0)
     inner, rule = positive("inner_rate", inner_rate), weights_rule(weights)
     tuning = _common.tuning_rule("all", inner, tune_epochs, batch_size, momentum=0.0)
-    return Algorithm[_common.NetworkState, None](
-        name="nn.PerFedAvg",
-        settings=described(training, inner_rate=inner, weights=weights, tune_epochs=tuning.training.epochs),
-        init=_common.init,
+
+    def update_client(client: ClientView, personal: None, message: Message, rng: Rng) -> ClientUpdate[None]:
+        unit = client.view(network_of)
+        w = meta_steps(unit, unit.weights(message["mean"]), training, inner, rng)
+        return ClientUpdate(None, weighted(w[unit.shared_at], weight_of(client, rule)))
+
+    settings = described(training, inner_rate=inner, weights=weights, tune_epochs=tuning.training.epochs)
+    personalise = functools.partial(_common.tuned, tuning=tuning, rate="inner_rate")
+    return _averaged("nn.PerFedAvg", settings, update_client, personalise)
+
+
+def _averaged(
+    name: str, settings: Mapping[str, str], update_client: ClientFn[P], personalise: PersonaliseFn[P]
+) -> Algorithm[_common.NetworkState, P]:
+    """An algorithm that averages whole networks."""
+    return Algorithm[_common.NetworkState, P](
+        name=name,
+        settings=settings,
+        init=lambda layout, clients, rng: _common.NetworkState(gaussian.mean(layout.prior)),
         broadcast=_common.broadcast,
-        update_client=functools.partial(_per_fedavg_update_client, training=training, inner=inner, weights=rule),
+        update_client=update_client,
         update_server=_common.update_server,
         replies=_common.REPLIES,
-        result=_common.network_result(
-            _common.broadcast, functools.partial(_common.tuned, tuning=tuning, rate="inner_rate"), _common.ESTIMATE
-        ),
-        needs=_common.whole_network("nn.PerFedAvg"),
+        result=_common.network_result(_common.broadcast, personalise, _common.ESTIMATE),
+        needs=_common.whole_network(name),
         disclosure=_common.AT_MEAN,
     )
-
-
-def _per_fedavg_update_client(
-    client: ClientView,
-    personal: None,
-    message: Message,
-    rng: Generator,
-    *,
-    training: Training,
-    inner: float,
-    weights: str,
-) -> ClientUpdate[None]:
-    network = client.view(network_of)
-    w = meta_steps(network.unit, network.at(message["mean"]), training, inner, rng)
-    return ClientUpdate(None, weighted(w[network.unit.shared_at], weight_of(client, weights)))
 
 
 # pFedMe: personal networks near a shared one, which descends the envelope of their losses -----------------------------
@@ -111,13 +99,6 @@ class MoreauClientState(NamedTuple):
     """A client's personal state."""
 
     own: Array  # θ_k, (m,)
-
-
-class _Moreau(NamedTuple):
-    training: Training
-    lam: float
-    inner: tuple[float, int]
-    weights: str
 
 
 def PFedMe(
@@ -164,40 +145,27 @@ def PFedMe(
     if training.learning_rate * lam > 1:
         raise DeclarationError(f"learning_rate={learning_rate} times lam={lam} must be at most 1, or w steps beyond θ.")
     inner = positive("inner_rate", inner_rate), whole("inner_steps", inner_steps)
-    settings = _Moreau(training, lam, inner, weights_rule(weights))
-    return Algorithm[_common.NetworkState, MoreauClientState](
-        name="nn.PFedMe",
-        settings=described(settings),
-        init=_common.init,
-        broadcast=_common.broadcast,
-        update_client=functools.partial(_pfedme_update_client, settings=settings),
-        update_server=_common.update_server,
-        replies=_common.REPLIES,
-        result=_common.network_result(
-            _common.broadcast,
-            # θ_k around the last φ, computed again: it is not the client's personal state.
-            lambda client, personal, message, rng: Own(client, _pfedme_steps(client, message, rng, settings)[1], None),
-            _common.ESTIMATE,
-        ),
-        needs=_common.whole_network("nn.PFedMe"),
-        disclosure=_common.AT_MEAN,
+    settings = described({"training": training, "lam": lam, "inner": inner, "weights": weights_rule(weights)})
+
+    def steps(client: ClientView, message: Message, rng: Rng) -> tuple[Array, Array]:
+        """w_k and θ_k, in torch's order."""
+        unit = client.view(network_of)
+        return moreau_steps(unit, unit.weights(message["mean"]), training, lam, inner, rng)
+
+    def update_client(
+        client: ClientView, personal: MoreauClientState | None, message: Message, rng: Rng
+    ) -> ClientUpdate[MoreauClientState]:
+        w, theta = steps(client, message, rng)
+        shared = client.view(network_of).shared_at
+        return ClientUpdate(MoreauClientState(theta), weighted(w[shared], weight_of(client, weights)))
+
+    # In the end θ_k around the last φ, computed again: it is not the client's personal state.
+    return _averaged(
+        "nn.PFedMe",
+        settings,
+        update_client,
+        lambda client, personal, message, rng: Own(client, steps(client, message, rng)[1], None),
     )
-
-
-def _pfedme_steps(client: ClientView, message: Message, rng: Generator, settings: _Moreau) -> tuple[Array, Array]:
-    """w_k and θ_k, in torch's order."""
-    network = client.view(network_of)
-    w = network.at(message["mean"])
-    return moreau_steps(network.unit, w, settings.training, settings.lam, settings.inner, rng)
-
-
-def _pfedme_update_client(
-    client: ClientView, personal: MoreauClientState | None, message: Message, rng: Generator, *, settings: _Moreau
-) -> ClientUpdate[MoreauClientState]:
-    """Steps of w_k from φ; θ_k stays."""
-    w, theta = _pfedme_steps(client, message, rng, settings)
-    shared = client.view(network_of).unit.shared_at
-    return ClientUpdate(MoreauClientState(theta), weighted(w[shared], weight_of(client, settings.weights)))
 
 
 # IFCA: several global networks, and every client trains the one with the lowest loss on its rows ----------------------
@@ -270,11 +238,13 @@ def IFCA(
             _ifca_broadcast, lambda client, personal, message, rng: Own(client, _ifca_best(client, message)[1], None)
         ),
         needs=_common.whole_network("nn.IFCA"),
-        disclosure=Disclosure(functools.partial(at_points, name="phi", several=True), by_row=_common.open_rows),
+        disclosure=contracts.Disclosure(
+            functools.partial(at_points, name="phi", several=True), by_row=_common.open_rows
+        ),
     )
 
 
-def _ifca_init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, clusters: int, spread: float) -> IFCAState:
+def _ifca_init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, clusters: int, spread: float) -> IFCAState:
     start = gaussian.mean(layout.prior)
     others = start + spread * rng.normal(size=(clusters - 1, len(start)))
     return IFCAState(np.vstack([start[None], others]))
@@ -285,17 +255,17 @@ def _ifca_broadcast(state: IFCAState, client_id: str) -> Message:
 
 
 def _ifca_best(client: ClientView, message: Message) -> tuple[int, Array]:
-    network = client.view(network_of)
-    networks = [network.at(phi) for phi in np.asarray(message["phi"])]
-    losses = np.array([loss_at(network.unit, w) for w in networks])
+    unit = client.view(network_of)
+    networks = [unit.weights(phi) for phi in np.asarray(message["phi"])]
+    losses = np.array([loss_at(unit, w) for w in networks])
     chosen = int(np.argmin(np.where(np.isnan(losses), np.inf, losses)))  # NaN of a network that has diverged
     return chosen, networks[chosen]
 
 
 def _ifca_update_client(
-    client: ClientView, personal: None, message: Message, rng: Generator, *, training: Training, weights: str
+    client: ClientView, personal: None, message: Message, rng: Rng, *, training: Training, weights: str
 ) -> ClientUpdate[None]:
-    unit, (chosen, w) = client.view(network_of).unit, _ifca_best(client, message)
+    unit, (chosen, w) = client.view(network_of), _ifca_best(client, message)
     w = train(unit, w, np.arange(unit.size), training, rng)
     weight = np.zeros(len(message["phi"]))
     weight[chosen] = weight_of(client, weights)
@@ -329,7 +299,6 @@ def _ifca_reject(state: IFCAState, reply: Message) -> str | None:
 
 _NEAR = 0.2  # change of log sds: where nine in ten changed less, they are no posterior
 _LEAST = 1e-18  # sd of a weight: the square of a smaller one is 0 in single precision, or near it
-Normal = tuple[Array, Array]  # means and sds of independent weights
 
 
 class NormalClientState(NamedTuple):
@@ -397,16 +366,7 @@ def PFedBayes(
     .. [1] Zhang et al. (2022), Personalized federated learning via variational Bayesian inference, Algorithm 1.
     """
     settings = _normal_checked(learning_rate, epochs, batch_size, zeta, draws, spread, weights)
-    method = _Method(settings, _pfedbayes, lambda unit: np.arange(unit.size))
-    return _algorithm("nn.PFedBayes", method, _common.whole_network("nn.PFedBayes"))
-
-
-def _pfedbayes(
-    unit: NetworkUnit, prior: Normal, personal: NormalClientState | None, rng: Generator, settings: _Normals
-) -> tuple[Normal, Normal]:
-    """q_k, from the one before, and p_k, which travels."""
-    start = personal if personal is not None and len(personal.mean) == len(prior[0]) else None
-    return bayes_steps(unit, *prior, settings.training, settings.zeta, settings.draws, rng, start=start)
+    return _algorithm("nn.PFedBayes", settings, _common.whole_network("nn.PFedBayes"), continual=False)
 
 
 def BPFed(
@@ -449,55 +409,50 @@ def BPFed(
     """
     settings = _normal_checked(learning_rate, epochs, batch_size, zeta, draws, spread, weights)
     needs = _common.needs(lambda client: _common.check_network(client, "nn.BPFed", "shared"))
-    return _algorithm("nn.BPFed", _Method(settings, _bpfed, lambda unit: unit.local_at), needs)
-
-
-def _bpfed(
-    unit: NetworkUnit, prior: Normal, personal: NormalClientState | None, rng: Generator, settings: _Normals
-) -> tuple[Normal, Normal]:
-    """q_k, which is near the last round's in the local weights, and travels."""
-    mean, sd = prior
-    if personal is not None and len(personal.mean) == len(unit.local_at):
-        mean, sd = (unit.weights(p[unit.shared_at], own) for p, own in zip(prior, personal, strict=True))
-    q, _ = bayes_steps(unit, mean, sd, settings.training, settings.zeta, settings.draws, rng, follow=False)
-    return q, q
+    return _algorithm("nn.BPFed", settings, needs, continual=True)
 
 
 # What both share: averages of posteriors of independent normal weights, means and sds each by itself ------------------
 
-# A client's steps around p: q_k, and the posterior that travels.
-_StepsFn = Callable[[NetworkUnit, Normal, NormalClientState | None, Generator, _Normals], tuple[Normal, Normal]]
 
+def _algorithm(
+    name: str, settings: _Normals, needs: contracts.Needs, *, continual: bool
+) -> Algorithm[PosteriorState, NormalClientState]:
+    posteriors = functools.partial(_posteriors, settings=settings, continual=continual)
 
-class _Method(NamedTuple):
-    settings: _Normals
-    steps: _StepsFn
-    kept: Callable[[NetworkUnit], Places]  # where the weights are whose q_k stays at the client
+    def update_client(
+        client: ClientView, personal: NormalClientState | None, message: Message, rng: Rng
+    ) -> ClientUpdate[NormalClientState]:
+        _, (mean, sd), kept = posteriors(client, personal, message, rng)
+        weight, shared = weight_of(client, settings.weights), client.view(network_of).shared_at
+        reply = {"mean": weight * mean[shared], "sd": weight * sd[shared], "weight": np.array(weight)}
+        return ClientUpdate(kept, reply, {"blank": 1.0} if personal is None and len(kept.mean) else {})
 
+    def personalise(client: ClientView, personal: NormalClientState | None, message: Message, rng: Rng) -> Own:
+        mean, sd = posteriors(client, personal, message, rng)[0]
+        return own_of(client, Subnetwork(mean, np.arange(len(mean)), sd**2))
 
-def _algorithm(name: str, method: _Method, needs: Needs) -> Algorithm[PosteriorState, NormalClientState]:
     return Algorithm[PosteriorState, NormalClientState](
         name=name,
-        settings=described(method.settings),
-        init=functools.partial(_normal_init, spread=method.settings.spread),
+        settings=described(settings),
+        init=functools.partial(_normal_init, spread=settings.spread),
         broadcast=_normal_broadcast,
-        update_client=functools.partial(_normal_update_client, method=method),
-        update_server=functools.partial(_normal_update_server, settings=method.settings),
+        update_client=update_client,
+        update_server=functools.partial(_normal_update_server, settings=settings),
         replies=Replies[PosteriorState](
-            lambda state: {"mean": state.mean.shape, "sd": state.mean.shape, "weight": ()}, _normal_reject, always
+            lambda state: {"mean": state.mean.shape, "sd": state.mean.shape, "weight": ()},
+            _normal_reject,
+            contracts.always,
         ),
         result=_common.network_result(
             _normal_broadcast,
-            functools.partial(_normal_own, method=method),
+            personalise,
             Point[PosteriorState](lambda state: state.mean),
             details=lambda state: {"sd": (("rows",), state.sd)},
         ),
         needs=needs,
         disclosure=_common.AT_MEAN,
-        unreported=lambda client, personal, message, rng: (
-            _normal_posteriors(client, personal, message, rng, method)[2],
-            {},
-        ),
+        unreported=lambda client, personal, message, rng: (posteriors(client, personal, message, rng)[2], {}),
     )
 
 
@@ -513,7 +468,7 @@ def _normal_checked(
     )
 
 
-def _normal_init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, spread: float) -> PosteriorState:
+def _normal_init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, spread: float) -> PosteriorState:
     mean = gaussian.mean(layout.prior)
     return PosteriorState(mean, np.full(len(mean), spread))
 
@@ -522,31 +477,29 @@ def _normal_broadcast(state: PosteriorState, client_id: str) -> Message:
     return {"mean": state.mean, "sd": state.sd}
 
 
-def _normal_posteriors(
-    client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, method: _Method
-) -> tuple[Normal, Normal, NormalClientState]:
-    """q_k of all weights in torch's order, the posterior that travels, and the one that stays."""
-    network, settings = client.view(network_of), method.settings
-    mean = network.at(message["mean"])
-    sd = network.unit.weights(np.asarray(message["sd"], dtype=float), np.full(client.local_size, settings.spread))
-    q, sent = method.steps(network.unit, (mean, sd), personal, rng, settings)
-    return q, sent, NormalClientState(*(value[method.kept(network.unit)] for value in q))
+def _posteriors(
+    client: ClientView,
+    personal: NormalClientState | None,
+    message: Message,
+    rng: Rng,
+    *,
+    settings: _Normals,
+    continual: bool,
+) -> tuple[Pair, Pair, NormalClientState]:
+    """q_k of all weights in torch's order, the posterior that travels, and the one that stays.
 
-
-def _normal_update_client(
-    client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, *, method: _Method
-) -> ClientUpdate[NormalClientState]:
-    _, sent, kept = _normal_posteriors(client, personal, message, rng, method)
-    weight, shared = weight_of(client, method.settings.weights), client.view(network_of).unit.shared_at
-    reply = {"mean": weight * sent[0][shared], "sd": weight * sent[1][shared], "weight": np.array(weight)}
-    return ClientUpdate(kept, reply, {"blank": 1.0} if personal is None and len(kept.mean) else {})
-
-
-def _normal_own(
-    client: ClientView, personal: NormalClientState | None, message: Message, rng: Generator, *, method: _Method
-) -> Own:
-    mean, sd = _normal_posteriors(client, personal, message, rng, method)[0]
-    return Own(client, mean, Subnetwork(mean, np.arange(len(mean)), sd**2))
+    All of q_k stays, where its next steps start, and p_k travels. If `continual`, local weights' q_k stays, which is
+    their next prior, and q_k travels.
+    """
+    unit = client.view(network_of)
+    mean, sd = unit.weights(message["mean"]), unit.weights(message["sd"], settings.spread)
+    kept = unit.local_at if continual else np.arange(unit.size)
+    last = personal if personal is not None and len(personal.mean) == len(kept) else None
+    if last is not None and continual:
+        mean[kept], sd[kept] = last
+    start, steps = None if continual else last, (settings.training, settings.zeta, settings.draws)
+    q, p = bayes_steps(unit, mean, sd, *steps, rng, start=start, follow=not continual)
+    return q, q if continual else p, NormalClientState(*(value[kept] for value in q))
 
 
 def _normal_update_server(
@@ -560,8 +513,7 @@ def _normal_update_server(
     change, message = _common.moved(state.mean, mean)
     if np.quantile(np.abs(np.log(sd / settings.spread)), 0.9) < _NEAR:
         message += (
-            f". Sds of weights are still about spread={settings.spread:g}, where they began, and say nothing of what "
-            "is known: raise rounds= or learning_rate=, or take a smaller batch_size="
+            f". Sds are still about spread={settings.spread:g}, where they began: raise rounds= or learning_rate="
         )
     return PosteriorState(mean, sd), Report(_common.NetworkInfo(change), message=message)
 

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import not_counted
-from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms import _common
-from fedppl.nn.batch import groups, stacked, train_together
+from fedppl.nn.batch import train_each
 from fedppl.nn.functional import Places
 from fedppl.nn.personal import log_densities
-from fedppl.nn.subnet import chosen, infer, marginals
-from fedppl.nn.train import Training, train
+from fedppl.nn.subnet import RULES, Subnetwork, chosen, infer, marginals
+from fedppl.nn.train import Training
 from fedppl.nn.unit import NetworkUnit
-from fedppl.nn.view import Own, network_of
+from fedppl.nn.view import network_of, own_of
 from fedppl.settings import between, described, flag, one_of, positive
-from fedppl.types import Array, Layout, LocalFailure, Message
+from fedppl.types import Array, Layout, LocalFailure, Message, Rng
 
 _FEW = 30  # weights: the message says where a posterior has fewer
 _LEAST = 1e-30  # variance or sd of a weight that is no point, whose inverse is finite in single precision
@@ -132,22 +130,19 @@ def FedSI(
         between("ratio", ratio, 0, 1, "(]"),
         positive("alpha", alpha),
         positive("prior_variance", prior_variance),
-        one_of("rule", rule, ("live", "variance")),
+        one_of("rule", rule, RULES),
         diagonal,
         one_of("average", average, ("variance", "sd")),
     )
     tuning = _common.tuning_rule(tune, tune_rate, tune_epochs, batch_size)
-    update_client = functools.partial(_update_client, settings=settings)
+    batch = _common.batch_of(functools.partial(_updates, settings=settings))
+    inferred = functools.partial(_inferred, settings=settings, tuning=tuning)
     return Algorithm[SubnetworkState, None](
         name="nn.FedSI",
         settings=described(settings, tuning=tuning),
         init=_init,
-        broadcast=lambda state, client_id: {
-            "mean": state.mean,
-            "variance": state.variance,
-            "declared": np.array(state.declared),
-        },
-        update_client=update_client,
+        broadcast=_broadcast,
+        update_client=batch.update_client,
         update_server=functools.partial(_update_server, settings=settings),
         replies=Replies(
             lambda state: {"mean": state.mean.shape, "spread": state.mean.shape, "clients": ()},
@@ -156,25 +151,31 @@ def FedSI(
         ),
         result=_common.network_result(
             functools.partial(_final_message, settings=settings),
-            functools.partial(_own, settings=settings, tuning=tuning),
+            lambda client, personal, message, rng: own_of(client, inferred(client, message, rng)),
             Point[SubnetworkState](lambda state: state.mean),
             details=lambda state: {"variance": (("rows",), state.variance), "stochastic": (("rows",), state.uncertain)},
-            caution="the posterior is of weights of the linearised network, and here PyMC puts its draws into the "
-            "network itself, which is off where many weights are inferred; predict by fedppl.nn.predict",
-            held_out=functools.partial(_held_out, settings=settings, tuning=tuning),
+            caution="draws are of the linearised network, and put into the network itself; use fedppl.nn.predict",
+            # By the linearised network, as `fedppl.nn.predict` predicts.
+            held_out=lambda client, rows, personal, message, draws, rng: log_densities(
+                rows.view(network_of), inferred(client, message, rng), draws, rng
+            ),
         ),
         needs=_common.needs(
             functools.partial(_check, tuning=tuning),
             functools.partial(_common.unused_priors, shared=True, tuned=tuning.which),
         ),
         disclosure=_common.AT_MEAN,
-        batch=Batch(update_client, None, groups, functools.partial(_update_together, settings=settings)),
+        batch=batch,
     )
 
 
 def _check(client: ClientView, *, tuning: _common.Tuning) -> None:
     _common.check_network(client, "nn.FedSI", "shared", tuning.which)
-    _common.check_unknowns(client, "nn.FedSI", "shared")
+    _common.check_unknowns(client, "shared")
+
+
+def _broadcast(state: SubnetworkState, client_id: str) -> Message:
+    return {"mean": state.mean, "variance": state.variance, "declared": np.array(state.declared)}
 
 
 def _prior_variance(variance: Array, declared: float, settings: _Settings) -> Array:
@@ -187,21 +188,35 @@ def _count(settings: _Settings, size: int) -> int:
     return max(1, round(settings.ratio * size))
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: Generator) -> SubnetworkState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng) -> SubnetworkState:
     prior = layout.prior
     variance = 1.0 / prior.precision if prior.precision.ndim == 1 else np.diag(gaussian.covariance(prior))
     mean = gaussian.mean(prior)
     return SubnetworkState(mean, variance.copy(), 1.0, np.zeros(len(mean)))
 
 
-def _update_client(
-    client: ClientView, personal: None, message: Message, rng: Generator, *, settings: _Settings
-) -> ClientUpdate[None]:
+def _updates(parts: Sequence[Part[None]], *, settings: _Settings) -> list[ClientUpdate[None] | None]:
     """The mode with local weights at their start, then the subnetwork's variances around it."""
-    network, mean, variance = client.view(network_of), np.asarray(message["mean"]), np.asarray(message["variance"])
-    unit, prior = network.unit, (mean, 1.0 / variance)
-    w = train(unit, network.at(mean), unit.shared_at, settings.training, rng, prior=prior)
-    return _update(unit, w, message, settings)
+    units, means = (
+        [part.client.view(network_of) for part in parts],
+        [np.asarray(part.message["mean"]) for part in parts],
+    )
+    W, trained = train_each(
+        units,
+        np.stack([unit.weights(mean) for unit, mean in zip(units, means, strict=True)]),
+        units[0].shared_at,
+        settings.training,
+        [part.rng for part in parts],
+        [(mean, 1.0 / np.asarray(part.message["variance"])) for mean, part in zip(means, parts, strict=True)],
+    )
+    updates: list[ClientUpdate[None] | None] = [None] * len(parts)
+    for k in np.flatnonzero(trained).tolist():
+        try:
+            updates[k] = _update(units[k], W[k], parts[k].message, settings)
+        except LocalFailure:
+            if len(parts) == 1:
+                raise
+    return updates
 
 
 def _update(unit: NetworkUnit, w: Array, message: Message, settings: _Settings) -> ClientUpdate[None]:
@@ -222,25 +237,6 @@ def _chosen(unit: NetworkUnit, w: Array, variance: Array, settings: _Settings) -
     return chosen(unit, w, variance, _count(settings, len(variance)), rule=settings.rule, diagonal=settings.diagonal)
 
 
-def _update_together(parts: Sequence[Part[None]], *, settings: _Settings) -> list[ClientUpdate[None] | None]:
-    """`_update_client` at clients with one network, trained in a batch; None for those that fail."""
-    networks = [part.client.view(network_of) for part in parts]
-    units, means = [network.unit for network in networks], [np.asarray(part.message["mean"]) for part in parts]
-    W, trained = train_together(
-        stacked(units),
-        np.stack([network.at(mean) for network, mean in zip(networks, means, strict=True)]),
-        units[0].shared_at,
-        settings.training,
-        [part.rng for part in parts],
-        priors=[(mean, 1.0 / np.asarray(part.message["variance"])) for mean, part in zip(means, parts, strict=True)],
-    )
-    updates: list[ClientUpdate[None] | None] = [None] * len(parts)
-    for k in np.flatnonzero(trained).tolist():
-        with contextlib.suppress(LocalFailure):
-            updates[k] = _update(units[k], W[k], parts[k].message, settings)
-    return updates
-
-
 def _update_server(
     state: SubnetworkState, received: Received, *, settings: _Settings
 ) -> tuple[SubnetworkState, Report]:
@@ -255,8 +251,7 @@ def _update_server(
     count = _count(settings, len(mean))
     if count < min(_FEW, len(mean)) and not settings.diagonal:
         message += (
-            f". A client infers {count} of {len(mean)} shared weights (ratio={settings.ratio:g}), and the others are "
-            "points: raise ratio=, to 1 for all"
+            f". A client infers {count} of {len(mean)} shared weights, ratio={settings.ratio:g}: raise it, to 1 for all"
         )
     variance = np.where(uncertain > 0, np.maximum(variance, _NARROW), settings.alpha)
     after = SubnetworkState(mean, variance, 0.0, uncertain)
@@ -284,26 +279,10 @@ def _final_message(state: SubnetworkState, client_id: str, *, settings: _Setting
     return {"mean": state.mean, "variance": variance}
 
 
-def _own(
-    client: ClientView, personal: None, message: Message, rng: Generator, *, settings: _Settings, tuning: _common.Tuning
-) -> Own:
-    w, unit = _common.tuned(client, personal, message, rng, tuning=tuning).weights, client.view(network_of).unit
+def _inferred(
+    client: ClientView, message: Message, rng: Rng, *, settings: _Settings, tuning: _common.Tuning
+) -> Subnetwork:
+    """A client's posterior when the rounds are over."""
+    w, unit = _common.tuned(client, None, message, rng, tuning=tuning).weights, client.view(network_of)
     places, g = _chosen(unit, w, np.asarray(message["variance"]), settings)
-    return Own(client, w, infer(unit, w, places, g, dtype=torch.float32, diagonal=settings.diagonal))
-
-
-def _held_out(
-    client: ClientView,
-    rows: ClientView,
-    personal: None,
-    message: Message,
-    draws: int,
-    rng: Generator,
-    *,
-    settings: _Settings,
-    tuning: _common.Tuning,
-) -> Array:
-    """Densities of held-out rows by the linearised network, as `fedppl.nn.predict` predicts."""
-    q = _own(client, personal, message, rng, settings=settings, tuning=tuning).subnetwork
-    assert q is not None
-    return log_densities(rows.view(network_of).unit, q, draws, rng)
+    return infer(unit, w, places, g, dtype=torch.float32, diagonal=settings.diagonal)

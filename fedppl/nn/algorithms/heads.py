@@ -8,23 +8,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.random import Generator
 
 from fedppl import gaussian
 from fedppl.algorithms.averaging.fedavg import not_counted
 from fedppl.algorithms.hierarchical.confidence import TERMS, confidence_of, ledger_sums, terms_rule
-from fedppl.contracts import Algorithm, Batch, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
+from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Part, Point, Received, Replies, Report, always
 from fedppl.nn.algorithms import _common
-from fedppl.nn.batch import Flags, Stack, groups, heads_rows, stacked, train_below_together
+from fedppl.nn.batch import Flags, heads_rows, stacked, train_below_together
 from fedppl.nn.functional import Places, generator_of, host, taken
-from fedppl.nn.head import Head, expected_loss, features, without_head
-from fedppl.nn.personal import HeadSteps, head_posterior, head_posteriors, train_below
+from fedppl.nn.head import Head, expected_loss, features, head_of, without_head
+from fedppl.nn.personal import HeadSteps, head_posteriors, train_below
 from fedppl.nn.subnet import Subnetwork
-from fedppl.nn.train import RISE, Leaves, Training, arranged, batches, loss_at, optimizer_of, require_bounded, slopes_of
-from fedppl.nn.unit import NetworkUnit, outcomes
-from fedppl.nn.view import Own, network_of
+from fedppl.nn.train import Leaves, Training, batches, loss_at, require_bounded, require_no_rise
+from fedppl.nn.unit import NetworkUnit
+from fedppl.nn.view import Own, network_of, own_of
 from fedppl.settings import between, described, flag, positive, whole
-from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message
+from fedppl.types import Array, Layout, LocalFailure, Message, Rng
 
 _SURE = 1e30  # largest confidence of a reply: more, and sums over clients overflow
 
@@ -51,6 +50,10 @@ class HeadClientState(NamedTuple):
 
     mean: Array  # μ_j, (d,)
     sd: Array  # σ_j, (d,)
+
+
+_Parts = Sequence[Part[HeadClientState]]
+_Updates = list[ClientUpdate[HeadClientState] | None]
 
 
 class _Settings(NamedTuple):
@@ -142,14 +145,15 @@ def Confidence(
         flag("remember", remember),
         between("smoothing", smoothing, 0, 1, "[)"),
     )
-    update_client = functools.partial(_update_client, settings=settings)
-    unreported = functools.partial(_update_unreported, settings=settings)
+    batch = _common.batch_of(
+        functools.partial(_updates, settings=settings), functools.partial(_updates_unreported, settings=settings)
+    )
     return Algorithm[ConfidenceState, HeadClientState](
         name="nn.Confidence",
         settings=described(settings),
         init=functools.partial(_init, settings=settings),
         broadcast=_common.broadcast,
-        update_client=update_client,
+        update_client=batch.update_client,
         update_server=functools.partial(_update_server, settings=settings),
         replies=Replies(
             lambda state: shapes(state, "weighted", "weight"), _reject, lambda state: not settings.remember
@@ -161,14 +165,8 @@ def Confidence(
         ),
         needs=_common.whole_network("nn.Confidence", settings.head),
         disclosure=_common.AT_MEAN,
-        unreported=unreported,
-        batch=Batch(
-            update_client,
-            unreported,
-            groups,
-            functools.partial(_update_together, settings=settings),
-            functools.partial(_update_unreported_together, settings=settings),
-        ),
+        unreported=batch.unreported,
+        batch=batch,
     )
 
 
@@ -178,112 +176,76 @@ def _head_rule(rate: float, steps: int, draws: int, momentum: float | None) -> H
     return HeadSteps(positive("head_rate", rate), whole("head_steps", steps), whole("draws", draws), momentum)
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: Generator, *, settings: _Settings) -> ConfidenceState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, settings: _Settings) -> ConfidenceState:
     head, phi = head_in(layout, settings.head), gaussian.mean(layout.prior)
     where = {client_id: k for k, client_id in enumerate(clients)}
     ledger = np.zeros((len(clients) if settings.remember else 0, len(head) + 1))
     return ConfidenceState(phi, head, where, ledger, _common.OverRounds(phi, 0.0))
 
 
-def _find_head(
-    at: HeadAtClient, personal: HeadClientState | None, rng: Generator, settings: _Settings
-) -> tuple[HeadClientState, float]:
-    """The M-step on τ_j at the new w, then steps on q_j; with the confidence of the new q_j."""
-    start, confidence = _start(at.centre, personal, settings)
-    z = features(at.unit, at.head, at.w)
-    mean, sd = head_posterior(at.unit, at.head, z, start, at.centre, confidence, settings.head_steps, rng)
-    return HeadClientState(mean, sd), _confidence(mean, sd, at.centre, settings)
-
-
 def _start(centre: Array, personal: HeadClientState | None, settings: _Settings) -> tuple[HeadClientState, float]:
     """q_j at the start of the round, and its confidence."""
     if personal is not None and len(personal.mean) == len(centre):
-        return personal, _confidence(personal.mean, personal.sd, centre, settings)
+        return personal, _confidence(personal, centre, settings)
     return HeadClientState(centre, np.full(len(centre), settings.spread)), settings.spread**-2
 
 
-def _confidence(mean: Array, sd: Array, centre: Array, settings: _Settings) -> float:
-    return confidence_of(mean, sd**2, centre, settings.terms, (settings.strength, settings.spread))
+def _confidence(q: HeadClientState, centre: Array, settings: _Settings) -> float:
+    return confidence_of(q.mean, q.sd**2, centre, settings.terms, (settings.strength, settings.spread))
 
 
-def _train(at: HeadAtClient, q: HeadClientState, rng: Generator, settings: _Settings) -> Array:
-    """All weights, with q's mean for the head and the layers below after their steps."""
-    w = at.w.copy()
-    w[at.head.places] = q.mean
-    if not len(at.below):
-        return w
-    return train_below(at.unit, at.head, w, at.below, q, settings.training, settings.head_steps.draws, rng)
+def _heads(parts: _Parts, settings: _Settings) -> tuple[Sent, Array, Array, Flags]:
+    """The M-step on τ_j at the new w, then steps on q_j, at clients with one network.
 
-
-def _update_client(
-    client: ClientView, personal: HeadClientState | None, message: Message, rng: Generator, *, settings: _Settings
-) -> ClientUpdate[HeadClientState]:
-    at = at_client(client, message, settings.head)
-    q, confidence = _find_head(at, personal, rng, settings)
-    return _update(at, q, confidence, _train(at, q, rng, settings), blank=personal is None)
-
-
-def _update(
-    at: HeadAtClient, q: HeadClientState, confidence: float, w: Array, *, blank: bool
-) -> ClientUpdate[HeadClientState]:
-    reply, head = parted(at, w)
-    deviation = float(np.mean((q.mean - at.centre) ** 2))
-    info = {"confidence": confidence, "deviation": deviation, **({"blank": 1.0} if blank else {})}
-    return ClientUpdate(q, {**reply, "weighted": confidence * head, "weight": np.array(confidence)}, info)
-
-
-def _update_unreported(
-    client: ClientView, personal: HeadClientState | None, message: Message, rng: Generator, *, settings: _Settings
-) -> tuple[HeadClientState, Mapping[str, float]]:
-    """The head alone: layers below are replaced by the server's in the next round."""
-    return _find_head(at_client(client, message, settings.head), personal, rng, settings)[0], {}
-
-
-def _find_heads(
-    parts: Sequence[Part[HeadClientState]], settings: _Settings
-) -> tuple[list[HeadAtClient], Stack, Array, Array, Flags]:
-    """`_find_head` at clients with one network: their heads, means and sds (K, d), and which are finite, (K,)."""
-    at = [at_client(part.client, part.message, settings.head) for part in parts]
-    starts = [_start(place.centre, part.personal, settings) for place, part in zip(at, parts, strict=True)]
-    stack, head = stacked([place.unit for place in at]), at[0].head
+    Returns what they were sent, means and sds (K, d) of q_j, and which are finite (K,); one client alone raises.
+    """
+    sent = sent_to(parts, settings.head)
+    starts = [_start(centre, part.personal, settings) for centre, part in zip(sent.centres, parts, strict=True)]
     mean, sd, finite = head_posteriors(
-        at[0].unit.likelihood,
-        head,
-        (*heads_rows(stack, head, np.stack([place.w for place in at])), stack.rows),
+        sent.units[0].likelihood,
+        sent.head,
+        heads_rows(stacked(sent.units), sent.head, sent.W),
         (np.stack([q.mean for q, _ in starts]), np.stack([q.sd for q, _ in starts])),
-        np.stack([place.centre for place in at]),
+        sent.centres,
         np.array([confidence for _, confidence in starts]),
         settings.head_steps,
         [part.rng for part in parts],
     )
-    return at, stack, mean, sd, finite
+    if len(parts) == 1 and not finite[0]:
+        raise LocalFailure("the head's posterior is not finite; lower head_rate=")
+    return sent, mean, sd, finite
 
 
-def _update_together(
-    parts: Sequence[Part[HeadClientState]], *, settings: _Settings
-) -> list[ClientUpdate[HeadClientState] | None]:
-    """`_update_client` at clients with one network; None for those whose steps diverge."""
-    at, stack, mean, sd, succeeded = _find_heads(parts, settings)
-    W = np.stack([place.w for place in at])
-    W[:, at[0].head.places] = mean
-    if len(at[0].below):
-        rngs, draws = [part.rng for part in parts], settings.head_steps.draws
-        W, below_succeeded = train_below_together(
-            stack, at[0].head, W, at[0].below, (mean, sd), settings.training, draws, rngs
-        )
-        succeeded = succeeded & below_succeeded
-    updates: list[ClientUpdate[HeadClientState] | None] = [None] * len(parts)
+def _trained(parts: _Parts, settings: _Settings) -> tuple[Sent, list[HeadClientState], Array, Flags]:
+    """`_heads`, then steps on the layers below: q_j, all weights with its mean for the head, and who succeeded."""
+    sent, mean, sd, succeeded = _heads(parts, settings)
+    units, head, W = sent.units, sent.head, sent.W.copy()
+    W[:, head.places] = mean
+    rngs, draws = [part.rng for part in parts], settings.head_steps.draws
+    if len(head.below) and len(parts) == 1:
+        W = train_below(units[0], head, W[0], (mean[0], sd[0]), settings.training, draws, rngs[0])[None]
+    elif len(head.below):
+        W, flags = train_below_together(stacked(units), head, W, (mean, sd), settings.training, draws, rngs)
+        succeeded = succeeded & flags
+    return sent, [HeadClientState(*q) for q in zip(mean, sd, strict=True)], W, succeeded
+
+
+def _updates(parts: _Parts, *, settings: _Settings) -> _Updates:
+    sent, heads, W, succeeded = _trained(parts, settings)
+    updates: _Updates = [None] * len(parts)
     for k in np.flatnonzero(succeeded).tolist():
-        q, blank = HeadClientState(mean[k], sd[k]), parts[k].personal is None
-        updates[k] = _update(at[k], q, _confidence(*q, at[k].centre, settings), W[k], blank=blank)
+        q, centre = heads[k], sent.centres[k]
+        (reply, head), confidence = parted(sent.units[k], sent.head, W[k]), _confidence(q, centre, settings)
+        info = {"confidence": confidence, "deviation": float(np.mean((q.mean - centre) ** 2))}
+        if parts[k].personal is None:
+            info["blank"] = 1.0
+        updates[k] = ClientUpdate(q, {**reply, "weighted": confidence * head, "weight": np.array(confidence)}, info)
     return updates
 
 
-def _update_unreported_together(
-    parts: Sequence[Part[HeadClientState]], *, settings: _Settings
-) -> list[ClientUpdate[HeadClientState] | None]:
-    """`_update_unreported` at clients with one network."""
-    _, _, mean, sd, finite = _find_heads(parts, settings)
+def _updates_unreported(parts: _Parts, *, settings: _Settings) -> _Updates:
+    """The head alone: layers below are replaced by the server's in the next round."""
+    _, mean, sd, finite = _heads(parts, settings)
     return [ClientUpdate(HeadClientState(mean[k], sd[k]), {}) if finite[k] else None for k in range(len(parts))]
 
 
@@ -313,36 +275,29 @@ def _reject(state: ConfidenceState, reply: Message) -> str | None:
 
 
 def _own(
-    client: ClientView, personal: HeadClientState | None, message: Message, rng: Generator, *, settings: _Settings
+    client: ClientView, personal: HeadClientState | None, message: Message, rng: Rng, *, settings: _Settings
 ) -> Own:
     """One more round for the client alone: q_j around the final w, and trained layers below it."""
-    at = at_client(client, message, settings.head)
-    q, _ = _find_head(at, personal, rng, settings)
-    w = _train(at, q, rng, settings)
-    return Own(client, w, Subnetwork(w, at.head.places, q.sd**2))
+    sent, (q,), (w,), _ = _trained([Part(client, personal, message, rng)], settings)
+    return own_of(client, Subnetwork(w, sent.head.places, q.sd**2))
 
 
 # Heads of clients on layers that are averaged by rows, for several algorithms -----------------------------------------
 
 
-class HeadAtClient(NamedTuple):
-    """The shared weights that a client received, with its network."""
+class Sent(NamedTuple):
+    """Clients with one network, and the shared weights that they received, in torch's order."""
 
-    unit: NetworkUnit
+    units: list[NetworkUnit]
     head: Head
-    w: Array  # all weights, in torch's order, (m,)
-    centre: Array  # the shared head, in torch's order, (d,)
-    below: Places  # where the layers below lie in w
+    W: Array  # all weights, (K, m)
+    centres: Array  # the shared head, (K, d)
 
 
 def head_rule(head: Any) -> tuple[str, ...]:
     """Check the keyword `head`."""
-    names = _common.names_in(head)
-    if names is None:
-        raise DeclarationError(
-            f'head={head!r} must be a tuple of torch\'s names, each once, such as ("2.weight", "2.bias").'
-        )
-    return names
+    refusal = f'head={head!r} must be a tuple of torch\'s names, each once, such as ("2.weight", "2.bias").'
+    return _common.names_rule(head, refusal)
 
 
 def head_in(layout: Layout, head: tuple[str, ...]) -> Places:
@@ -350,19 +305,18 @@ def head_in(layout: Layout, head: tuple[str, ...]) -> Places:
     return np.concatenate([np.arange(at.start, at.stop) for name, at in layout.slices.items() if name in head])
 
 
-def at_client(client: ClientView, message: Message, head: tuple[str, ...]) -> HeadAtClient:
-    """A broadcast, read at a client."""
-    network = client.view(network_of)
-    layer, w = network.head(head), network.at(message["mean"])
-    below = np.ones(len(w), dtype=bool)
-    below[layer.places] = False
-    return HeadAtClient(network.unit, layer, w, w[layer.places], np.flatnonzero(below))
+def sent_to(parts: Sequence[Part[Any]], names: tuple[str, ...]) -> Sent:
+    """Broadcasts, read at their clients."""
+    units = [part.client.view(network_of) for part in parts]
+    head = head_of(units[0], names)
+    W = np.stack([unit.weights(part.message["mean"]) for unit, part in zip(units, parts, strict=True)])
+    return Sent(units, head, W, W[:, head.places])
 
 
-def parted(at: HeadAtClient, w: Array) -> tuple[dict[str, Array], Array]:
+def parted(unit: NetworkUnit, head: Head, w: Array) -> tuple[dict[str, Array], Array]:
     """A client's reply on the layers below, and its head in the order of φ."""
-    phi, rows = w[at.unit.shared_at], float(len(at.unit.X))
-    is_head = np.isin(at.unit.shared_at, at.head.places)
+    phi, rows = w[unit.shared_at], float(len(unit.X))
+    is_head = np.isin(unit.shared_at, head.places)
     return {"below": rows * phi[~is_head], "rows": np.array(rows)}, phi[is_head]
 
 
@@ -476,35 +430,28 @@ def FedPop(
         needs=_common.whole_network("nn.FedPop", settings.head),
         disclosure=_common.AT_MEAN,
         unreported=lambda client, personal, message, rng: (
-            ChainClientState(_chain_moved(client, personal, message, rng, settings)[1].last),
+            ChainClientState(_chain_moved(Part(client, personal, message, rng), settings)[2].last),
             {},
         ),
     )
 
 
-def _chain_moved(
-    client: ClientView,
-    personal: ChainClientState | None,
-    message: Message,
-    rng: Generator,
-    settings: _Chains,
-    *,
-    below: bool = False,
-) -> tuple[Array, Chain]:
+def _chain_moved(part: Part[ChainClientState], settings: _Chains, *, below: bool = False) -> tuple[Sent, Array, Chain]:
     """All weights with the head's mean, and the chain, for the β and θ of this message."""
-    at = at_client(client, message, settings.head)
-    start = personal.last if personal is not None and len(personal.last) == len(at.centre) else at.centre
-    moving, prior = at.below if below else at.below[:0], (at.centre, settings.spread)
-    w, chain = langevin_steps(at.unit, at.head, at.w, moving, start, prior, settings.training, settings.head_rate, rng)
-    w[at.head.places] = chain.mean
-    return w, chain
+    sent, last = sent_to([part], settings.head), None if part.personal is None else part.personal.last
+    (unit,), head, (w,), (centre,) = sent
+    start = centre if last is None or len(last) != len(centre) else last
+    prior, steps = (centre, settings.spread), settings.training
+    w, chain = langevin_steps(unit, head, w, start, prior, steps, settings.head_rate, part.rng, below=below)
+    w[head.places] = chain.mean
+    return sent, w, chain
 
 
 def _fedpop_update_client(
-    client: ClientView, personal: ChainClientState | None, message: Message, rng: Generator, *, settings: _Chains
+    client: ClientView, personal: ChainClientState | None, message: Message, rng: Rng, *, settings: _Chains
 ) -> ClientUpdate[ChainClientState]:
-    w, chain = _chain_moved(client, personal, message, rng, settings, below=True)
-    reply, head = parted(at_client(client, message, settings.head), w)
+    sent, w, chain = _chain_moved(Part(client, personal, message, rng), settings, below=True)
+    reply, head = parted(sent.units[0], sent.head, w)
     info = {"blank": 1.0} if personal is None else {}
     return ClientUpdate(ChainClientState(chain.last), {**reply, "heads": head, "count": np.array(1.0)}, info)
 
@@ -526,11 +473,11 @@ def _fedpop_reject(state: FedPopState, reply: Message) -> str | None:
 
 
 def _fedpop_own(
-    client: ClientView, personal: ChainClientState | None, message: Message, rng: Generator, *, settings: _Chains
+    client: ClientView, personal: ChainClientState | None, message: Message, rng: Rng, *, settings: _Chains
 ) -> Own:
     longer = settings._replace(training=settings.training._replace(epochs=settings.draw_epochs))
-    w, chain = _chain_moved(client, personal, message, rng, longer)
-    return Own(client, w, Subnetwork(w, at_client(client, message, settings.head).head.places, chain.sd**2))
+    sent, w, chain = _chain_moved(Part(client, personal, message, rng), longer)
+    return own_of(client, Subnetwork(w, sent.head.places, chain.sd**2))
 
 
 # Langevin dynamics of a network's last layer, beside gradient steps on the layers below it ----------------------------
@@ -548,13 +495,13 @@ def langevin_steps(
     unit: NetworkUnit,
     head: Head,
     w: Array,
-    below: Places,
     start: Array,
     prior: tuple[Array, float],
     settings: Training,
     head_rate: float,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
+    below: bool,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Array, Chain]:
     r"""Move the head v by noisy gradient steps towards its posterior, and the layers below down the loss at v.
@@ -567,19 +514,17 @@ def langevin_steps(
     β, along an axis, the chain's stationary mean is β − ρ γ g / (1 − ρ (1 − γ λ)) and its variance
     s² (1 − ρ²) / (1 − ρ² (1 − γ λ)²): the posterior's as γ falls.
 
-    Of the weights w (D,) those at `below`, which may be none, move with the head. The head starts at v (d,), with the
-    `prior` β (d,) and s and the step γ, `head_rate`, per unit of the mean loss. Returns all weights with the last v,
+    Of the weights w (D,) those `below` move with the head, or stay. The head starts at v (d,), with the `prior` β (d,)
+    and s and the step γ, `head_rate`, per unit of the mean loss. Returns all weights with the last v,
     and the chain. Raises `LocalFailure` where the loss ends far above its start, alone and with the prior's part, or is
     not finite.
     """
     flat, rows = np.array(w, dtype=float), len(unit.X)
     flat[head.places] = start
-    y = outcomes(unit, dtype)
-    fixed_features = None if len(below) else features(unit, head, flat, dtype=dtype)
-    leaves = Leaves(unit, flat, np.asarray(below, dtype=np.int64), dtype)
-    X = arranged(leaves.net, unit.tensor(unit.X, dtype))
+    moving = head.below if below else head.below[:0]
+    fixed_features = None if len(moving) else features(unit, head, flat, dtype=dtype)
+    leaves = Leaves(unit, flat, moving, settings, dtype)
     body = without_head(leaves.net, head)
-    optimizer = optimizer_of(leaves.moving, settings.learning_rate, settings.momentum) if leaves.moving else None
     v = unit.tensor(np.array(start, dtype=float), dtype).requires_grad_()
     centre, spread = unit.tensor(np.array(prior[0], dtype=float), dtype), prior[1]
     rho = float(np.exp(-head_rate / (rows * spread**2)))
@@ -587,13 +532,9 @@ def langevin_steps(
     before, states = np.array([loss_at(unit, flat, dtype=dtype), _pull(flat[head.places], prior, rows)]), []
     with torch.enable_grad():
         for batch in batches(rows, settings, rng):
-            z = body(taken(X, batch)) if fixed_features is None else taken(fixed_features, batch)
-            loss = expected_loss(unit, head, z, taken(y, batch), v[None])
-            *slopes, slope = slopes_of(loss, [*leaves.moving, v])
-            for leaf, gradient in zip(leaves.moving, slopes, strict=True):
-                leaf.grad = gradient
-            if optimizer is not None:
-                optimizer.step()
+            z = body(taken(leaves.X, batch)) if fixed_features is None else taken(fixed_features, batch)
+            loss = expected_loss(unit, head, z, taken(leaves.y, batch), v[None])
+            (slope,) = leaves.descend(loss, others=[v])
             with torch.no_grad():
                 noise = torch.randn(len(v), generator=source, dtype=dtype).to(v.device)
                 v.copy_(centre + rho * (v - head_rate * slope - centre) + spread * (1 - rho**2) ** 0.5 * noise)
@@ -603,8 +544,9 @@ def langevin_steps(
     moved[head.places] = mean
     after = np.array([loss_at(unit, moved, dtype=dtype), _pull(mean, prior, rows)])
     # The head moves towards its population too, whose mean others may have moved far away.
-    if not np.isfinite(after[0]) or (len(below) and not min(after[0] - before[0], sum(after - before)) <= RISE):
-        raise LocalFailure("training raised the loss instead of lowering it; lower learning_rate= or head_rate=")
+    if len(moving) or not np.isfinite(after[0]):
+        rises = after - before
+        require_no_rise("learning_rate= or head_rate=", rises[0], lambda: float(sum(rises)))
     moved[head.places] = states[-1]
     return require_bounded(moved, flat), Chain(states[-1], mean, half.std(axis=0))
 
