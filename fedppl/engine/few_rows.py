@@ -21,7 +21,6 @@ from fedppl.model.graph import observed_through, values_read
 from fedppl.model.row_scores import by_length, densities, row_scores, rows_apart, slopes
 from fedppl.numerics import pairs
 from fedppl.numerics.concentration import (
-    LINEAR,
     are_jumps,
     are_multiples,
     by_column,
@@ -29,6 +28,7 @@ from fedppl.numerics.concentration import (
     largest_share,
     share_of_units,
 )
+from fedppl.numerics.tolerances import LINEAR
 from fedppl.types import Array
 
 _FARTHER = 100.0  # times the distance of probes, so 1e-4 prior sds

@@ -21,11 +21,12 @@ from fedppl.local._conditional import Places, Quadrature, about_modes, at_nodes,
 from fedppl.local.log_factors import factor, is_separable
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import unpack_target
-from fedppl.numerics import importance, pairs, student_t
+from fedppl.numerics import importance, pairs
 from fedppl.numerics import tolerances as common
 from fedppl.numerics.importance import effective_size, normalise, resample
 from fedppl.numerics.integral import Rule, by_grid, by_trapezoids, chunks
 from fedppl.numerics.pairs import joined, site_outputs
+from fedppl.numerics.proposals import log_density_of_t
 from fedppl.types import Array, Message, Rng
 
 
@@ -109,7 +110,7 @@ def _candidates(rng: Rng, count: int, d: int) -> tuple[Array, Array, Array]:
     reach *= np.sqrt(common.DEGREES / rng.chisquare(common.DEGREES, size=(*reach.shape[:2], 1)))
     white = z.reshape(-1, d)
     log_normal = -0.5 * np.sum(white**2, axis=1) - 0.5 * d * np.log(2 * np.pi)
-    log_mixture = np.logaddexp(log_normal, student_t.log_density(white, np.eye(d)))
+    log_mixture = np.logaddexp(log_normal, log_density_of_t(white, np.eye(d)))
     return z, log_normal.reshape(z.shape[:2]), np.asarray(log_mixture).reshape(z.shape[:2])
 
 

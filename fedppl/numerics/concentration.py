@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from fedppl.numerics import tolerances as tol
 from fedppl.types import Array
 
-LINEAR = tol.LINEAR  # where others look for it
-
 
 def largest_share(vectors: Array, few: int, enough: float, faint: float = tol.COLUMN_ROUNDING) -> float:
     """The largest share by all directions (`concentration`) if there are many rows to a column, else `by_column`."""

@@ -11,8 +11,6 @@ from fedppl.numerics import tolerances as tol
 from fedppl.numerics.streams import cached, whitened_points
 from fedppl.types import Array
 
-EACH_TELLS = tol.EACH_TELLS  # where others look for it
-
 
 def normalise(log_weights: Array) -> Array:
     """Self-normalised weights; log weights of −inf give 0."""

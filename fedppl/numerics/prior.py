@@ -15,8 +15,6 @@ from fedppl.gaussian import Gaussian
 from fedppl.numerics import tolerances as tol
 from fedppl.types import Array, DeclarationError
 
-DENSE = tol.DENSE  # where others look for it
-
 _Key = tuple[str, tuple[int, ...], bytes]
 
 

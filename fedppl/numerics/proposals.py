@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
+from scipy.special import gammaln, ndtri
 
-from fedppl.numerics import student_t
 from fedppl.numerics import tolerances as tol
 from fedppl.numerics.importance import weighted_moments
+from fedppl.numerics.streams import cached, uniform
 from fedppl.types import Array
 
 
@@ -71,7 +73,7 @@ def _along(i: int, sign: float, points: Array, weights: Array, covariance: Array
     reached = np.searchsorted(np.cumsum(shares[nearest]), np.array(tol.POWER_SHARES) * shares.sum())
     middle, far = away[nearest][reached]
     degrees = tol.POWER_DEGREES if far > tol.POWER * middle else tol.OTHER_DEGREES
-    scale = float(middle) / student_t.middle(degrees)
+    scale = float(middle) / middle_of_t(degrees)
     m = len(covariance)
     start, along, bend, root = points[0].copy(), np.zeros(m), np.zeros(m), np.zeros((m, m))
     start[i], along[i] = weights @ points[:, i], sign * scale
@@ -118,8 +120,8 @@ def points_of(proposal: Proposal, stream: int) -> Array:
     """Points of a proposal, scramble after scramble, (scrambles x count, m)."""
     mean, root, count, bend, degrees = proposal
     if not len(bend):
-        return np.asarray(mean + student_t.standard_points(len(mean), count, stream) @ root.T)
-    z = student_t.points_along(len(mean), count, stream, degrees)
+        return np.asarray(mean + standard_points_of_t(len(mean), count, stream) @ root.T)
+    z = points_of_t_along(len(mean), count, stream, degrees)
     return np.asarray(mean + z @ root.T + np.log1p(z[:, :1]) * bend)
 
 
@@ -132,9 +134,9 @@ def log_mixture(proposals: tuple[Proposal, ...], points: Array) -> Array:
             i = int(np.flatnonzero(~np.any(root[:, 1:], axis=1))[0])  # the coordinate that depends on z₁ alone
             distance = np.maximum((points[:, i] - mean[i]) / root[i, 0], 0.0)  # z₁; 0 on the other side
             straight = points - np.log1p(distance)[:, None] * bend
-            log_density = student_t.log_density_along(whitened(straight, mean, root), root, degrees)
+            log_density = log_density_of_t_along(whitened(straight, mean, root), root, degrees)
         else:
-            log_density = student_t.log_density(whitened(points, mean, root), root)
+            log_density = log_density_of_t(whitened(points, mean, root), root)
         logs.append(log_density + np.log(count / total))
     return np.asarray(np.logaddexp.reduce(logs, axis=0))
 
@@ -147,3 +149,43 @@ def scrambles(proposals: tuple[Proposal, ...]) -> NDArray[np.intp]:
 def whitened(points: Array, mean: Array, root: Array) -> Array:
     """z of points = mean + root z."""
     return np.asarray(np.linalg.solve(root, (points - mean).T).T, dtype=np.float64)
+
+
+# The multivariate t: quasi-random points of independent scrambles, and its density ------------------------------------
+
+
+@cached(most_bytes=tol.DESIGN_BYTES)
+def standard_points_of_t(size: int, count: int, stream: int) -> Array:
+    """Points of a standard multivariate t, `count` of each scramble one after the other, (scrambles x count, size)."""
+    each = uniform(size + 1, count, stream, tol.SCRAMBLES)
+    return np.asarray(ndtri(each[:, 1:]) * np.sqrt(tol.DEGREES / stats.chi2.ppf(each[:, :1], tol.DEGREES)))
+
+
+@cached(most_bytes=tol.DESIGN_BYTES)
+def points_of_t_along(size: int, count: int, stream: int, degrees: float) -> Array:
+    """Points whose first coordinate is the absolute value of a t with few degrees; the others are a multivariate t."""
+    each = uniform(size + 1, count, stream, tol.SCRAMBLES)
+    others = ndtri(each[:, 2:]) * np.sqrt(tol.DEGREES / stats.chi2.ppf(each[:, :1], tol.DEGREES))
+    return np.column_stack([stats.t.isf(0.5 * each[:, 1], degrees), others])
+
+
+def log_density_of_t(white: Array, root: Array) -> Array:
+    """Log density of mean + root t at points whose t is `white`, (S, m): (S,)."""
+    return np.asarray(_log_standard(white, tol.DEGREES) - np.linalg.slogdet(root)[1])
+
+
+def middle_of_t(degrees: float) -> float:
+    """Median of the absolute value of a t."""
+    return float(stats.t.ppf(0.75, degrees))
+
+
+def log_density_of_t_along(white: Array, root: Array, degrees: float) -> Array:
+    """Log density of mean + root z where z is as `points_of_t_along` are, at points whose z is `white`: (S,)."""
+    parts = np.log(2.0) + _log_standard(white[:, :1], degrees) + _log_standard(white[:, 1:], tol.DEGREES)
+    return np.asarray(np.where(white[:, 0] >= 0, parts - np.linalg.slogdet(root)[1], -np.inf))
+
+
+def _log_standard(white: Array, degrees: float) -> Array:
+    m = white.shape[1]
+    constant = gammaln((degrees + m) / 2) - gammaln(degrees / 2) - 0.5 * m * np.log(degrees * np.pi)
+    return np.asarray(constant - 0.5 * (degrees + m) * np.log1p(np.sum(white**2, axis=1) / degrees))

@@ -23,9 +23,6 @@ from fedppl.numerics.importance import effective_size, normalise, weighted_momen
 from fedppl.numerics.proposals import whitened
 from fedppl.types import Array
 
-MOST_ERROR, MOST_SECOND_K = tol.MOST_ERROR, tol.MOST_SECOND_K  # where others look for them
-MOST_LOST, MOST_NOISE = tol.MOST_LOST, tol.MOST_NOISE
-
 
 class Reweighted(NamedTuple):
     """The posterior as weighted points, with q as their control variate."""

@@ -15,8 +15,6 @@ from scipy.stats import qmc
 from fedppl.numerics import tolerances as tol
 from fedppl.types import Array
 
-STREAMS = tol.STREAMS  # where others look for it
-
 
 def stream(seed: tuple[int, ...]) -> np.random.Generator:
     """Random stream of a (seed, round, client) triple."""

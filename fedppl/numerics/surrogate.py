@@ -16,15 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.interpolate import RBFInterpolator
 
-from fedppl.numerics import importance, student_t
+from fedppl.numerics import importance
 from fedppl.numerics import tolerances as tol
 from fedppl.numerics.coordinates import Places
 from fedppl.numerics.importance import normalise, quadratic_terms, weighted_moments
 from fedppl.numerics.integral import chunks, some_of
-from fedppl.numerics.proposals import Proposal, log_mixture, points_of, propose, whitened
+from fedppl.numerics.proposals import Proposal, log_density_of_t, log_mixture, points_of, propose, whitened
 from fedppl.types import Array
-
-MANY, MOST_FOLDED, ROOM, WIDER = tol.MANY, tol.MOST_FOLDED, tol.ROOM, tol.WIDER  # where others look for them
 
 
 class Candidates(NamedTuple):
@@ -123,7 +121,7 @@ def _log_t(one: Proposal, u: Array, folded: Places, signs: Array) -> Array:
     squared = np.maximum(np.sum(z**2, axis=1)[:, None] + apart, 0.0)
     power = -0.5 * (tol.DEGREES + u.shape[1])
     beside = np.sum(((tol.DEGREES + squared) / (tol.DEGREES + squared[:, :1])) ** power, axis=1)
-    return np.asarray(student_t.log_density(z, one.root) + np.log(beside))
+    return np.asarray(log_density_of_t(z, one.root) + np.log(beside))
 
 
 def fitted(u: Array, values: Array, mean: Array, covariance: Array, *, heavy: bool = False) -> Surrogate | None:

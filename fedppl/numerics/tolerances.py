@@ -115,7 +115,7 @@ PROPER = 1e-12  # least eigenvalue of a scaled precision; epsilon; − singular 
 RATIO_LENGTH = 1e-4  # units of φ, for a Hessian of the prior; above epsilon^(1/3); − rounding, + bends
 HEAVY_KURTOSIS = 20.0  # from which quartiles stand for moments; trial; − wide tails uncovered, + sds by few draws
 
-# `proposals` and `student_t`
+# `proposals`
 DEGREES = 5.0  # of multivariate t's; weights of a normal have a variance; trial; − spread out, + light tails
 SCRAMBLES = 8  # independent ones, whose scatter is the error; trial; − uncertain errors, + points less balanced
 MOST_TAILS = 6  # coordinates with points along their tails; trial; − tails uncovered, + few points in the middle

@@ -16,9 +16,9 @@ from fedppl.contracts import AnyAlgorithm, Draws, Point, Posterior, Sampler, coo
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.importance import jackknife, resample
-from fedppl.numerics.reweighting import MOST_SECOND_K, Reweighted, is_trusted
+from fedppl.numerics.reweighting import Reweighted, is_trusted
 from fedppl.numerics.streams import standard_normal, stream
-from fedppl.numerics.student_t import SCRAMBLES
+from fedppl.numerics.tolerances import MOST_SECOND_K, SCRAMBLES
 from fedppl.results import idata
 from fedppl.results.records import Ended, require_arrived, require_shared, rounds_dataset, unarrived
 from fedppl.settings import chosen, shown, some_of, whole

@@ -10,9 +10,19 @@ from scipy import stats
 
 from fedppl import gaussian
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import importance, student_t
-from fedppl.numerics.proposals import Proposal, beyond, has_heavy_tails, log_mixture, points_of, propose, scrambles
-from fedppl.numerics.reweighting import MOST_SECOND_K, Reweighted, is_trusted, weigh_points
+from fedppl.numerics import importance
+from fedppl.numerics.proposals import (
+    Proposal,
+    beyond,
+    has_heavy_tails,
+    log_mixture,
+    middle_of_t,
+    points_of,
+    propose,
+    scrambles,
+)
+from fedppl.numerics.reweighting import Reweighted, is_trusted, weigh_points
+from fedppl.numerics.tolerances import DEGREES, MOST_SECOND_K, SCRAMBLES
 from fedppl.types import Array
 
 Q = gaussian.from_moments(np.array([1.0, -2.0]), np.array([[1.0, 0.3], [0.3, 0.5]]))
@@ -131,7 +141,7 @@ def test_independent_heavy_tails_have_points_along_each_axis(degrees: float) -> 
             assert found is not None
             if len(points) >= 15 * 1024:
                 break
-            count = len(points) // student_t.SCRAMBLES + 128
+            count = len(points) // SCRAMBLES + 128
             outer = beyond(found.points, found.weights, count // 2)
             inner = count - sum(one.per_scramble for one in outer)
             proposals = (*proposals, propose(found.mean, found.covariance, inner), *outer)
@@ -155,7 +165,7 @@ def test_points_along_an_axis_are_of_their_density() -> None:
     assert_allclose(weights @ points, gaussian.mean(normal), atol=0.01)
     away = (points_of(one, 3)[:, 1] + 2.0) / 2.0
     assert np.all(away > 0)
-    assert np.mean(away < student_t.middle(1.5)) == pytest.approx(0.5, abs=0.002)
+    assert np.mean(away < middle_of_t(1.5)) == pytest.approx(0.5, abs=0.002)
     assert np.mean(away > 10.0) == pytest.approx(2 * stats.t.sf(10, 1.5), abs=2e-4)
 
 
@@ -186,7 +196,7 @@ def test_the_mixture_is_that_of_its_parts_by_their_numbers_of_points() -> None:
     a, b = proposal(8), propose(np.zeros(2), np.eye(2), 24)
 
     def density(one: Proposal, x: Array) -> Array:
-        return np.asarray(stats.multivariate_t(one.mean, one.root @ one.root.T, df=student_t.DEGREES).pdf(x))
+        return np.asarray(stats.multivariate_t(one.mean, one.root @ one.root.T, df=DEGREES).pdf(x))
 
     points = points_of(a, 3)
     expected = 0.25 * density(a, points) + 0.75 * density(b, points)

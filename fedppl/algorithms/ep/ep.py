@@ -26,9 +26,8 @@ from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, local_inference, pack_target, unpack_target
 from fedppl.numerics import importance
 from fedppl.numerics.importance import normalise
-from fedppl.numerics.reweighting import MOST_LOST, MOST_NOISE
 from fedppl.numerics.streams import standard_normal, stream_of
-from fedppl.numerics.student_t import SCRAMBLES
+from fedppl.numerics.tolerances import MOST_LOST, MOST_NOISE, SCRAMBLES
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng
 
 _STARTS = 4  # of "auto"

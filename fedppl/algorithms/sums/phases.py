@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl.gaussian import Gaussian
-from fedppl.numerics import student_t, surrogate
+from fedppl.numerics import surrogate
 from fedppl.numerics.coordinates import Coordinates, declared, log_slope, to_phi
 from fedppl.numerics.importance import jackknife, normalise, second_derivatives, weighted_moments
 from fedppl.numerics.proposals import Proposal
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.surrogate import Drawn, Surrogate
+from fedppl.numerics.tolerances import SCRAMBLES
 from fedppl.types import Array
 
 BY_CHANCE = 2.5  # standard errors by which a surrogate may differ from what weights say by chance, of many moments
@@ -287,7 +288,7 @@ def chance_of_draws(of: Drawn) -> float:
     """Standard error of moments of a surrogate by its draws."""
     unit = Unit(of.mean, np.sqrt(np.diag(of.covariance)))
     whole = moments_of(of.u, of.weights, unit)
-    kept = [np.where(of.scramble != one, of.weights, 0.0) for one in range(student_t.SCRAMBLES)]
+    kept = [np.where(of.scramble != one, of.weights, 0.0) for one in range(SCRAMBLES)]
     without = [sizes(moments_of(of.u, one / one.sum(), unit), whole) for one in kept]
     return float(np.max(jackknife(np.stack(without))))
 

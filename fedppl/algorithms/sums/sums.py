@@ -33,12 +33,12 @@ from fedppl.local.integrate import Stacked
 from fedppl.local.log_factors import factor
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import pack_target
-from fedppl.numerics import student_t
 from fedppl.numerics.coordinates import of_phi
 from fedppl.numerics.importance import effective_size, jackknife, normalise, quadratic_terms, skewness
 from fedppl.numerics.proposals import has_heavy_tails, whitened
-from fedppl.numerics.reweighting import MOST_LOST, Reweighted, is_trusted, second_k, weigh, weigh_points
-from fedppl.numerics.streams import STREAMS, whitened_points
+from fedppl.numerics.reweighting import Reweighted, is_trusted, second_k, weigh, weigh_points
+from fedppl.numerics.streams import whitened_points
+from fedppl.numerics.tolerances import MOST_LOST, SCRAMBLES, STREAMS
 from fedppl.results.diagnostics import hardly_a_prior
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
 
@@ -522,7 +522,7 @@ def _site(q: Gaussian, points: Array, weights: Array, values: Array) -> Gaussian
 def _spread(logs: tuple[Array, Array, Array, Array], scramble: NDArray[np.intp]) -> float:
     """Standard error of the log of the first two sums' ratio over that of the last two, by leaving scrambles out."""
     ratios = []
-    for left_out in range(student_t.SCRAMBLES):
+    for left_out in range(SCRAMBLES):
         above, beside, below, control = (np.logaddexp.reduce(part[scramble != left_out]) for part in logs)
         ratios.append(above - beside - (below - control))
     return float(jackknife(np.array(ratios)))

@@ -15,12 +15,13 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.algorithms.sums import phases
 from fedppl.algorithms.sums.phases import BY_CHANCE, MOST_DRAWS, Draws, Estimate, Unit, Weighed, Weighing
-from fedppl.numerics import importance, student_t, surrogate
+from fedppl.numerics import importance
 from fedppl.numerics.coordinates import log_slope, to_phi
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.proposals import has_heavy_tails
-from fedppl.numerics.reweighting import MOST_ERROR, MOST_LOST, MOST_NOISE, MOST_SECOND_K, Reweighted, second_k
+from fedppl.numerics.reweighting import Reweighted, second_k
 from fedppl.numerics.surrogate import Drawn, Surrogate
+from fedppl.numerics.tolerances import MANY, MOST_ERROR, MOST_LOST, MOST_NOISE, MOST_SECOND_K, SCRAMBLES
 from fedppl.types import Array, as_declared
 
 DEFENCE = 0.25  # share of a stage's points that are candidates as they come, whatever the surrogate
@@ -245,7 +246,7 @@ def _estimate(state: Weighing, weights: _Weights) -> Estimate:
         expected = before / before.sum() @ of_surrogate - control / control.sum() @ of_batch
         return np.asarray(added / added.sum() @ of_batch + coefficients * expected)
 
-    each = np.stack([without(scramble) for scramble in range(student_t.SCRAMBLES)])
+    each = np.stack([without(scramble) for scramble in range(SCRAMBLES)])
     return Estimate(without(-1), each, weights.effective * float(state.batch.times.sum()))  # without none
 
 
@@ -319,7 +320,7 @@ def _log_integral(state: Weighing, weights: _Weights) -> tuple[float, float]:
         mean, control = each @ kept / kept.sum()
         return float(mean - beta * (control - known))
 
-    without = [np.where(state.batch.scramble == one, 0.0, times) for one in range(student_t.SCRAMBLES)]
+    without = [np.where(state.batch.scramble == one, 0.0, times) for one in range(SCRAMBLES)]
     beta = beta if min(by(kept, beta) for kept in (times, *without)) > 0.0 else 0.0
     by_chance = float(importance.jackknife(np.log([by(kept, beta) for kept in without])))
     errors = by_chance, beta * of.posterior.log_integral_error, (1.0 - beta) * of.log_integral_error
@@ -343,7 +344,7 @@ def _moved(state: Weighing, weights: _Weights, signed: Array, squares: Array) ->
 
 def _most_error(state: Weighing) -> float:
     """Standard error with which moments are trusted; of many coordinates the largest of all errors counts."""
-    return MOST_ERROR if len(state.about.labels) < surrogate.MANY else _MOST_OF_MANY
+    return MOST_ERROR if len(state.about.labels) < MANY else _MOST_OF_MANY
 
 
 def _not_known(

@@ -30,7 +30,7 @@ from fedppl.algorithms.sums.phases import (
     Weighing,
 )
 from fedppl.algorithms.sums.trust import BY_DRAWS, DEFENCE, judged, nowhere
-from fedppl.numerics import importance, student_t, surrogate
+from fedppl.numerics import importance, surrogate
 from fedppl.numerics.coordinates import (
     Coordinates,
     Places,
@@ -48,6 +48,7 @@ from fedppl.numerics.proposals import Proposal, beyond, propose, whitened
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import standard_normal
 from fedppl.numerics.surrogate import Drawn, Surrogate
+from fedppl.numerics.tolerances import EACH_TELLS, MANY, MOST_FOLDED, ROOM, SCRAMBLES, WIDER
 from fedppl.types import Array
 
 _CANDIDATES = 512  # of a scramble, from which a batch is chosen
@@ -84,7 +85,7 @@ def begin(about: About, count: int, stream: int, stencil: tuple[Integrated, Arra
         values = laplace + integrated.residuals
         evaluated = evaluated._replace(points=integrated.points, laplace=laplace, values=values, integrated=integrated)
     # its values have to tell a quadratic in all coordinates
-    count = -(-max(count, (m + 1) * (m + 2)) // student_t.SCRAMBLES)
+    count = -(-max(count, (m + 1) * (m + 2)) // SCRAMBLES)
     mean, covariance = gaussian.mean(about.q), gaussian.covariance(about.q)
     return Weighing(
         about,
@@ -249,13 +250,13 @@ def _as_normal(state: Weighing) -> Weighed | None:
     if not off <= _NORMAL or not gaussian.is_proper(q):
         return None
     mean, colour = gaussian.affine(q)
-    draws = mean + standard_normal(len(mean), _NORMALS, 0, student_t.SCRAMBLES) @ colour.T
+    draws = mean + standard_normal(len(mean), _NORMALS, 0, SCRAMBLES) @ colour.T
     equal = np.full(len(draws), 1.0 / len(draws))
     posterior = Reweighted(
         points=draws,
         weights=equal,
         of_q=equal,
-        scramble=np.repeat(np.arange(student_t.SCRAMBLES), _NORMALS),
+        scramble=np.repeat(np.arange(SCRAMBLES), _NORMALS),
         mean=gaussian.mean(q),
         covariance=gaussian.covariance(q),
         log_ratio=float(np.median(values - gaussian.log_kernel(q, points))),  # what q's kernel leaves of the density
@@ -283,7 +284,7 @@ def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
     u = of_phi(points, coordinates)
     moments, wide = weighted_moments(u, weights), weighted_moments(u, np.full(len(u), 1.0 / len(u)))
     kept = importance.telling(weights, len(moments.mean))
-    covariance = kept * moments.covariance + (1.0 - kept) * wide.covariance / surrogate.WIDER
+    covariance = kept * moments.covariance + (1.0 - kept) * wide.covariance / WIDER
     return _with_shape(state, coordinates, u, weights, state.shape.outer), moments.mean, covariance
 
 
@@ -300,7 +301,7 @@ def _draws(state: Weighing, through: Surrogate, mean: Array, covariance: Array, 
     by = functools.partial(phases.draws_of, state, through, mean, covariance, stream=stream)
     count = phases.effort_of(state).draws
     few = by(count)
-    is_short = state.stage >= _LATE or effective_size(few.weights) < importance.EACH_TELLS * len(mean)
+    is_short = state.stage >= _LATE or effective_size(few.weights) < EACH_TELLS * len(mean)
     if is_short and _are_copies(few):
         many = by(phases.MOST_DRAWS)
         if effective_size(many.weights) >= 2.0 * len(mean):  # fewer draws lie in a plane, and stay there
@@ -314,7 +315,7 @@ def _draws(state: Weighing, through: Surrogate, mean: Array, covariance: Array, 
 
 def _are_copies(of: Drawn) -> bool:
     """Whether few candidates have nearly all of the weight, so that draws are copies and have to be moved on."""
-    return len(of.mean) >= surrogate.MANY and effective_size(of.weights) < _COPIES * len(of.weights)
+    return len(of.mean) >= MANY and effective_size(of.weights) < _COPIES * len(of.weights)
 
 
 def _scales(state: Weighing, points: Array, weights: Array) -> Places:
@@ -326,7 +327,7 @@ def _scales(state: Weighing, points: Array, weights: Array) -> Places:
     folded, skewed = state.shape.coordinates.folded, skewness(points, weights)
     others = [i for i, label in enumerate(state.about.labels) if "_log__" in label and i not in folded]
     added = [i for i in others if skewed[i] < _SKEWED and not phases.widens(points, weights, i)]
-    most_skewed = sorted(added, key=lambda i: skewed[i])[: surrogate.MOST_FOLDED - len(folded)]
+    most_skewed = sorted(added, key=lambda i: skewed[i])[: MOST_FOLDED - len(folded)]
     return np.sort(np.array([*folded, *most_skewed], dtype=np.intp))
 
 
@@ -362,7 +363,7 @@ def _fitted(
         return None, mean, covariance
     mean, covariance = surrogate.moments_of(through, mean, covariance, coordinates.folded, stream)
     drawn = _draws(state, through, mean, covariance, stream)
-    is_told = effective_size(drawn.weights) >= importance.EACH_TELLS * len(mean)
+    is_told = effective_size(drawn.weights) >= EACH_TELLS * len(mean)
     return (through, drawn) if is_told else None, mean, covariance
 
 
@@ -370,7 +371,7 @@ def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: 
     """Another pilot about the moments so far."""
     if state.pilots >= _PILOTS:
         return nowhere(state)
-    per_scramble = max(2, count // student_t.SCRAMBLES)
+    per_scramble = max(2, count // SCRAMBLES)
     batch = _of_candidates(mean, covariance, state.shape.coordinates, per_scramble, stream + _APART + state.pilots)
     return state._replace(batch=batch, draws=None, stage=0, pilots=state.pilots + 1), ""
 
@@ -392,7 +393,7 @@ def _farther(state: Weighing, tails: Tails, of: Drawn) -> tuple[Proposal, ...]:
     logs = np.log(np.maximum(of.weights, 1e-300)) + _log_squares(state, tails, of.u)
     moments = weighted_moments(of.u, normalise(logs))
     covariance = moments.covariance + _CLOSE * of.covariance  # few draws have most of the squares
-    return (propose(moments.mean, surrogate.ROOM * covariance, 1),)
+    return (propose(moments.mean, ROOM * covariance, 1),)
 
 
 def _log_tilt(state: Weighing, tails: Tails, u: Array) -> Array:
@@ -415,8 +416,8 @@ def _log_squares(state: Weighing, tails: Tails, u: Array) -> Array:
 def _chosen(state: Weighing, candidates: Drawn, of: Drawn, by: tuple[Proposal, ...], tails: Tails, count: int) -> Batch:
     """Draws of the surrogate, more of them in heavy tails, by systematic resampling by scrambles; and candidates."""
     # Of a scramble at least two draws, and a candidate as it comes.
-    coordinates, each = state.shape.coordinates, max(3, count // student_t.SCRAMBLES)
-    defensive = max(1, min(int(DEFENCE * each), len(candidates.u) // student_t.SCRAMBLES))
+    coordinates, each = state.shape.coordinates, max(3, count // SCRAMBLES)
+    defensive = max(1, min(int(DEFENCE * each), len(candidates.u) // SCRAMBLES))
     tilt = _log_tilt(state, tails, of.u)
     log_mean = float(np.log(of.weights @ np.exp(tilt)))
     tilted = of._replace(weights=of.weights * np.exp(tilt - log_mean))
