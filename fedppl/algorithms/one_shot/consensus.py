@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
+from fedppl.algorithms import tolerances as tol
 from fedppl.algorithms.averaging.fedavg import report
 from fedppl.algorithms.ep.sites import indefinite
 from fedppl.algorithms.one_shot.separate import Heard, alone, near_posterior
@@ -96,7 +97,9 @@ def ConsensusMonteCarlo(
     ----------
     .. [1] Scott et al. (2016), Bayes and big data: the consensus Monte Carlo algorithm, section 3, eqs. 2 to 5.
     """
-    settings = _Settings(local_inference("local", local, NestedLaplace()), whole("draws", draws, 4, "better 1000"))
+    settings = _Settings(
+        local_inference("local", local, NestedLaplace()), whole("draws", draws, tol.FEWEST_DRAWS, "better 1000")
+    )
     return contracts.Algorithm[ConsensusState, ConsensusClientState](
         name="ConsensusMonteCarlo",
         settings=described(settings),
