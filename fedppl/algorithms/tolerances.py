@@ -30,7 +30,7 @@ NOISE_NORM = 12  # noise sds a root of numbers: more have a probability below 1e
 NOISE_OF_PRECISION = 0.5  # of q's precision, a round's noise in it at most; trial; − short steps, + improper q
 MOST_PRIVATE_NOISE = 1.0  # posterior sds of a mean through noise; trial; − never converges, + noise counts as fit
 
-# `ep.rounds`: damping and convergence
+# `ep._rounds`: damping and convergence
 MOST_CLAIMED = 0.5  # posterior sds, a client's own Monte Carlo error at most; trial; − error hidden, + one averages all
 MOST_ERROR_LEFT = 0.2  # posterior sds, Monte Carlo error of the means at the end; trial; − rounds, + error
 STILL_NOISE = 2.0  # times a few errors, that a change may be once rounds are averaged; trial; − to and fro, + drifts
@@ -42,7 +42,7 @@ GROWN = 2.0  # times the last change, from which steps are too long; trial; − 
 DAMPING_GROWTH = 1.5  # of the damping with every fall of the change; trial; − slow, + to and fro
 TAKES_MOST = 0.5  # of the most precision that is taken, from which a client is named; trial; − more names
 
-# `ep.rounds`: warnings
+# `ep._rounds`: warnings
 SKEWED_MARGIN = 0.5  # skewness with which tail quantiles are off by a few tenths of an sd; trial; − warns, + silent
 VERY_SKEWED = 1.0  # skewness from which a converged fit warns; trial; − warns, + silent
 SEVERAL = 0.4  # of a skewness, without its main client: several make it; trial; − refuses, + sds too small
@@ -64,7 +64,7 @@ NO_VALUE = -1e300  # in place of a log f_k: sums of a million are finite, below 
 MOST_SKEWNESS = 1e4  # of n draws it is below √n, and no client draws 10^8; equation; − refuses, + one reply decides
 LARGE_LAYOUT = 300  # coordinates from which a round may take minutes; time; − warns, + silent
 
-# `ep.trust`
+# `ep._trust`
 SWEEPS = 30  # over sites to draw in; trial; − honest clients are left out, + time
 NEAR_BOUND = 0.95  # of the bound, from which a client is near it; trial; − more names
 AIM = 0.999  # of the bound, for a site that is drawn in: others change a little; trial; − held more, + more sweeps
@@ -126,7 +126,7 @@ MODE_ROUNDING = 1e-10  # of a log density; epsilon; − no step gains, + steps t
 MODE_ARRIVED = 1e-12  # Newton decrement, log units; epsilon; − rounding, + off
 MODE_STEP = 1e-8  # of a Newton step, halved; root of epsilon; − time, + ends early
 
-# `one_shot.one_round`
+# `one_shot.consensus`
 FEWEST_DRAWS = 4  # of a client: one coordinate and two, and one more; equation; − no precision
 
 # `sums.phases`: values that are asked for, of few and of many clients

@@ -101,8 +101,8 @@ def judged(
         (trusted, _not_known(state, posterior, weights, weighted, errors.grown, remedy)),
         (
             lost <= common.MOST_LOST,
-            f"at {lost:.1%} of the points (at most {common.MOST_LOST:.0%}) a client has no log density, so that means and "
-            f"sds may be wrong: declare the model so that it has a smooth density everywhere, or {_BY_NUTS}",
+            f"at {lost:.1%} of the points (at most {common.MOST_LOST:.0%}) a client has no log density, so that means "
+            f"and sds may be wrong: declare the model so that it has a smooth density everywhere, or {_BY_NUTS}",
         ),
         (
             is_told,
