@@ -304,8 +304,8 @@ def private_step(
     noise = remaining * state.noise + (step.damping * fresh) ** 2 * sites.q.precision
     after = PrivateEPState(outcome.state, rounds, counts, noise)
     info = PrivateEPInfo("private EP", step.change_mean, step.change_sd, step.damping, _relative(after), spent)
-    noise = tol.NOISE_SDS * fresh  # of a mean; a log sd changes by half of a precision
-    arrived = info.change_mean <= max(tolerance, noise) and info.change_sd <= max(tolerance, 0.5 * noise / weight)
+    by_noise = tol.NOISE_SDS * fresh  # of a mean; a log sd changes by half of a precision
+    arrived = info.change_mean <= max(tolerance, by_noise) and info.change_sd <= max(tolerance, 0.5 * by_noise / weight)
     return after, Report(info, *_judge(after, info, arrived, mechanism))
 
 
