@@ -22,10 +22,10 @@ MOST_COUNTED = 1e12  # rows, clients or steps of one reply; more than anybody ha
 # `ep.ep`
 LOOK_AWAY, LOOK_AXES = 2.0, 8  # posterior sds from q's mean and axes, where clients look for modes; time; − misses
 EVIDENCE_POINTS = 256  # of a scramble of q, for each client; time; − chance, + time
-MOST_TRUST = 1e6  # posterior sds that users may ask for; holds nobody back; + overflows
+MOST_TRUST = 1e6  # posterior sds that users may ask for, and holds nobody back; trial; + overflows
 
 # `ep.private`
-LEAST_SETTING, MOST_SETTING = 1e-50, 1e50  # of a clip and of noise over it; their squares are floats
+LEAST_SETTING, MOST_SETTING = 1e-50, 1e50  # of a clip, and of noise over it; equation (squares of products are floats)
 NOISE_NORM = 12  # noise sds a root of numbers: more have a probability below 1e-20; equation; − refuses honest ones
 NOISE_OF_PRECISION = 0.5  # of q's precision, a round's noise in it at most; trial; − short steps, + improper q
 MOST_PRIVATE_NOISE = 1.0  # posterior sds of a mean through noise; trial; − never converges, + noise counts as fit
@@ -49,7 +49,7 @@ SEVERAL = 0.4  # of a skewness, without its main client: several make it; trial;
 PULL_CHANCE = 1e-3  # that any client of an honest run pulls so far; a test's level; + names honest clients
 MOST_PULL = 20.0  # sds of what others know, beyond any model's heterogeneity; trial; − refuses, + lies pass
 ROOM_FOR_PULL = 1.5  # times a pull, a trust that allows it; trial; − holds it back again, + holds back nobody
-NO_PULL = 1e-6  # sds of what others know; rounding; − names pulls of rounding, + none
+NO_PULL = 1e-6  # sds of what others know; half of the digits of epsilon; − names pulls of rounding, + none
 LITTLE_LEFT = 0.05  # of a site, counts as none: of a pull by 3 sds, 0.15; trial; − held for long, + freed too early
 LOOK_NEAR = 0.1  # posterior sds, of the last move, from which clients look for modes; trial; − late, + far from q
 
@@ -166,14 +166,14 @@ ALL_NEXT = 0.25  # of all clients, from which all are asked; docs/scale.md; − 
 
 # `sums.sums`
 FEWEST_POINTS = 64  # of a stage, that users may ask for; trial; − chance
-FIT_STREAMS = 2**20  # of points, one for each fit at random; − fits share points, + streams overflow
+FIT_STREAMS = 2**20  # of points, one for each fit at random; trial; − fits share points, + streams overflow
 VOID_ROUNDS = 3  # in a row in which a client is missing; trial; − stalls by chance, + waits in vain
-NO_CLIENT = 0.5  # of counts that should be whole, which masks may round; between 0 and 1
+NO_CLIENT = 0.5  # of counts, which masks may round; equation (between 0 and 1); beyond it counts are misread
 MANY_CLIENTS = 500  # from which the sum hardly departs from a quadratic, and fewer points do; docs/scale.md; − error
 POINTS_OF_MANY, FEWEST_OF_MANY = 64, 24  # of a stage, of many and of very many clients; docs/scale.md; − chance
 VALUES_OF_MANY = 10**6  # of clients in a stage, between these; docs/scale.md; − chance, + time
 EVERYWHERE = 4  # one of so many points, where θ is integrated at all; docs/exactness.md; − time, + chance
-MORE_POINTS = 4  # times as many, in a remedy; an error half as large; − may not do, + time
+MORE_POINTS = 4  # times as many, in a remedy, for half the error; equation; − may not do, + time
 SINGLE_POINTS, SINGLE_CLIENTS = 512, 512  # of a scramble for single clients; of whom all are asked; time; − by q
 GAUSSIAN_DRAWS = 4096  # points of q for clients' draws; memory; − chance, + memory
 MADE_UP = 1e-5  # of the posterior, farthest out, where no value tells of a surrogate; trial; − skewness of its own
