@@ -22,7 +22,7 @@ from scipy.special import expit
 
 import fedppl
 from fedppl import privacy
-from fedppl.algorithms.ep.warm_start import LENGTHS
+from fedppl.algorithms.tolerances import LENGTHS
 from fedppl.contracts import Reply, Request
 from fedppl.engine.policy import Policy, refuse_release
 from fedppl.flower import node as _node

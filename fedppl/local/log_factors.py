@@ -74,6 +74,7 @@ def _shapes(client: ClientView, center: Array) -> tuple[Proposal, ...]:
 def _student_rule(shapes: tuple[Proposal, ...], count: int, stream: int) -> Rule:
     """Nodes with weights for integrals over a standard normal, so many of each scramble, from a mixture of t's."""
     inner, outer = shapes[:2], shapes[2:]
+    # Half of the nodes for two inner parts, half for all outer ones.
     each = count // (4 if outer else len(inner))
     parts = [one._replace(per_scramble=each) for one in inner]
     mixture = (*parts, *(one._replace(per_scramble=max(1, count // 2 // len(outer))) for one in outer))
@@ -193,7 +194,7 @@ def _varying(values: Array, known: NDArray[np.bool_]) -> Array:
 
 def _sd_of(errors: Array) -> float:
     """Standard deviation of normal errors about 0 with this median size: few large ones do not count."""
-    return 1.48 * float(np.median(np.abs(errors)))
+    return tol.SD_A_MEDIAN * float(np.median(np.abs(errors)))
 
 
 # Coordinates of θ that are independent given φ and the data: a product of integrals over one each ---------------------

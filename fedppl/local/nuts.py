@@ -107,7 +107,7 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
         raise LocalFailure(f"R̂ {rhat:.3f} is above {settings.rhat_limit}; raise tune= and draws= of NUTS")
     flat = phi.reshape(-1, m)
     independent = min(ess, float(len(flat)))
-    if independent <= m + 3:
+    if independent <= m + 3:  # as many as a precision without bias needs, and one
         raise LocalFailure(f"only {independent:.0f} effective draws for {m} shared coordinates; raise draws= of NUTS")
     mean = flat.mean(axis=0)
     covariance = np.atleast_2d(np.cov(flat, rowvar=False))

@@ -102,6 +102,7 @@ ROUGH_LEVEL = 3  # of a sparse grid, the same; trial; − splines of larger erro
 ROUGH_ALONG = 7  # nodes of an axis, the same; odd, so that one is the center; trial; as above
 
 # `log_factors`
+SD_A_MEDIAN = 1.48  # of a normal's median size; equation
 SHAPING, SHAPINGS = 64, 3  # points of a scramble to fit t's, and fits; trial; − shapes by chance, + time
 STREAMS_APART = 2**16  # between the streams of a mixture's parts; more than streams and fits; − streams collide
 SAMPLED_NODES = 32, 128, 512  # of a scramble, in turn; time; − error, + time

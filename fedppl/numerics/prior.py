@@ -146,4 +146,4 @@ def moment_match(draws: Array) -> Gaussian:
     if np.all(kurtosis < tol.HEAVY_KURTOSIS):
         return gaussian.from_moments(draws.mean(axis=0), np.atleast_2d(np.cov(draws, rowvar=False)))
     low, middle, high = np.quantile(draws, [0.25, 0.5, 0.75], axis=0)
-    return gaussian.from_moments(middle, np.diag(((high - low) / 1.349) ** 2))
+    return gaussian.from_moments(middle, np.diag(((high - low) / tol.QUARTILES) ** 2))

@@ -47,6 +47,7 @@ def beyond(points: Array, weights: Array, count: int) -> tuple[Proposal, ...]:
     heavy = [int(i) for i in order if fourth[i] > tol.HEAVY * 3.0]
     if count < 1 or not (heavy or has_heavy_tails(points, weights)):
         return ()
+    # Half of the points, for two sides of each coordinate.
     each = 2 ** int(np.log2(max(count // max(4 * len(heavy), 1), 1)))  # Sobol's points are balanced in such numbers
     far = weights * _squared_distances(points, weights)
     moments = weighted_moments(points, far / far.sum())

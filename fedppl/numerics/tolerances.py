@@ -114,6 +114,7 @@ LINEAR_GRADIENT = 1e-7  # tolerance of that, of slopes in sds; root of epsilon; 
 PROPER = 1e-12  # least eigenvalue of a scaled precision; epsilon; − singular ones pass, + refuses correlated ones
 RATIO_LENGTH = 1e-4  # units of φ, for a Hessian of the prior; above epsilon^(1/3); − rounding, + bends
 HEAVY_KURTOSIS = 20.0  # from which quartiles stand for moments; trial; − wide tails uncovered, + sds by few draws
+QUARTILES = 1.349  # sds between a normal's quartiles; equation
 
 # `proposals`
 DEGREES = 5.0  # of multivariate t's; weights of a normal have a variance; trial; − spread out, + light tails

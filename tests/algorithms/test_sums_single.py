@@ -15,8 +15,9 @@ from scipy.special import expit
 
 import fedppl
 from fedppl import DeclarationError, plots
+from fedppl.algorithms.sums import sums
 from fedppl.testing import normal_means
-from tests.algorithms.test_sums import WARDS, hospitals, sums
+from tests.algorithms.test_sums import WARDS, hospitals
 from tests.support import problems
 from tests.support.markers import slow_but
 

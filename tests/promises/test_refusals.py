@@ -15,7 +15,7 @@ from numpy.testing import assert_array_equal
 import fedppl
 from fedppl import gaussian
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep.warm_start import LENGTHS
+from fedppl.algorithms.tolerances import LENGTHS
 from fedppl.contracts import Reply, Request
 from fedppl.gaussian import Gaussian
 from fedppl.types import Layout, Variable

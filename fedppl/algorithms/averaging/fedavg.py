@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from fedppl import contracts, gaussian
+from fedppl.algorithms import tolerances as tol
 from fedppl.contracts import ClientUpdate, ClientView, Draws, Received, Report
 from fedppl.contracts.client import ClientFn
 from fedppl.local.gradient_steps import Descent, Objective, check_batches, checked, descend
@@ -20,7 +21,6 @@ from fedppl.settings import between, described, one_of
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng, Status
 
 P = TypeVar("P")
-_MOST = 1e12  # rows, clients or steps of one reply
 
 
 def weighted(value: Array, weight: float) -> dict[str, Array]:
@@ -46,8 +46,8 @@ def not_counted(reply: Message, *names: str) -> str | None:
     """Why a reply is rejected, where a number of rows, clients or steps is implausible, or None."""
     for name in names:
         value = float(reply[name])
-        if not 1.0 <= value <= _MOST or value != np.round(value):
-            return f"{name!r} is {value:.3g}, and must be a whole number from 1 to {_MOST:.0e}"
+        if not 1.0 <= value <= tol.MOST_COUNTED or value != np.round(value):
+            return f"{name!r} is {value:.3g}, and must be a whole number from 1 to {tol.MOST_COUNTED:.0e}"
     return None
 
 

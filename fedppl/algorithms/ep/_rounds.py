@@ -11,10 +11,11 @@ import numpy as np
 from scipy import special
 
 from fedppl import gaussian, structure
+from fedppl.algorithms import tolerances as tol
 from fedppl.algorithms.ep import _trust
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
-from fedppl.algorithms.ep._trust import LEAST, Bounded, Moves
+from fedppl.algorithms.ep._trust import Bounded, Moves
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.algorithms.ep.warm_start import Starts, WarmStart, pulls_alone, why_not_arrived
 from fedppl.contracts import Report
@@ -23,8 +24,6 @@ from fedppl.structure import Structure
 from fedppl.types import Array, Message, Status, as_declared
 
 logger = logging.getLogger(__name__)
-
-_VERY_SKEWED = 1.0  # skewness from which a converged fit warns
 
 
 class Steps(NamedTuple):
@@ -107,7 +106,7 @@ class Outcome(NamedTuple):
 def reported(outcome: Outcome) -> tuple[EPState, Report]:
     """The state and the report; a converged fit does not warn where little is skewed and nobody is held back."""
     state = outcome.state
-    mild = bool(np.abs(state.skewed.total).max() < _VERY_SKEWED and not np.any(state.clients.held))
+    mild = bool(np.abs(state.skewed.total).max() < tol.VERY_SKEWED and not np.any(state.clients.held))
     return state, Report(outcome.info, outcome.status, outcome.message, mild)
 
 
@@ -116,8 +115,6 @@ def _joined(*messages: str | None) -> str:
 
 
 # Warm start -----------------------------------------------------------------------------------------------------------
-
-_BUDGET = 25.0  # expansions a client: a dozen do even from a prior a million times too wide
 
 
 def newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Message], trust: float | None) -> Outcome:
@@ -132,7 +129,7 @@ def newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Messag
         state = state._replace(starts=None)
     if replies:
         sites, after, bounded = _warm_start.step(sites, before, replies, trust)
-    over = not after.arrived and after.spent >= _BUDGET
+    over = not after.arrived and after.spent >= tol.SEARCH_BUDGET
     further = state.starts is not None and bool(state.starts.modes)  # not the first search
     message = "" if after.arrived or further else why_not_arrived(sites, after)
     if bounded is not None and not after.arrived and np.all(np.isnan(bounded.pull)):
@@ -165,14 +162,7 @@ def _searched(outcome: Outcome, search: WarmStart) -> Outcome:
 
 # Matching of moments: steps are halved until all is proper, then bounded by trust, and judged -------------------------
 
-_MOST_CLAIMED = 0.5  # Monte Carlo error in posterior sds at which a client's own figure is cut
-_MOST_ERROR_LEFT = 0.2  # Monte Carlo error of the means, in posterior sds after averaging, with which a fit converges
 LESS_NOISE = "take more draws or points: local=fedppl.local.NUTS(draws=4000), or NestedLaplace(points=1024)"
-_SKEWED = 0.5  # skewness with which tail quantiles under a Gaussian are off by a few tenths of an sd
-_ROUNDS, _REPLIES = 4, 2  # averaged rounds, and replies of every client, from which the mean move is judged
-_BY_CHANCE = 1e-3  # probability that any client of an honest run has such a pull
-_ALONE = 20.0  # sds of what all others know: a pull beyond the heterogeneity of any model
-_LITTLE = 0.05  # share of a site that counts as none: of a pull by 3 sds, 0.15
 
 
 def ep_round(
@@ -192,7 +182,7 @@ def ep_round(
         _sites.indices(sites, replies),
         target_linear - inside.linear,
         target_packed - _sites.in_structure(inside.precision, form),
-        mc_errors=np.minimum([float(reply["mc_error"]) for reply in replies.values()], _MOST_CLAIMED),
+        mc_errors=np.minimum([float(reply["mc_error"]) for reply in replies.values()], tol.MOST_CLAIMED),
         skewness=skewness,
         tolerance=tolerance,
         largest=largest,
@@ -295,7 +285,7 @@ def _no_step(state: EPState, rows: list[int], d_packed: Array, noisy: bool) -> s
         _, root = gaussian.affine(sites.q)
         lost = np.linalg.eigvalsh(root.T @ structure.unpack_precision(d_packed, sites.structure) @ root)[:, 0]
         names = list(sites.where)
-        least = [names[rows[r]] for r in np.argsort(lost, kind="stable") if lost[r] < 0.5 * min(lost)]
+        least = [names[rows[r]] for r in np.argsort(lost, kind="stable") if lost[r] < tol.TAKES_MOST * min(lost)]
         who = f"clients {least[:5]} take more precision than there is" if least else who
     return (
         f"no step leads on to a posterior with variances: {who}. Declare priors that hold every scale, shared and "
@@ -305,7 +295,7 @@ def _no_step(state: EPState, rows: list[int], d_packed: Array, noisy: bool) -> s
 
 def shortest_step(clients: int) -> float:
     """The least damping that is tried: a quarter of 1 / K, with which q is a convex combination of proper Gaussians."""
-    return 0.25 / clients
+    return tol.SHORTEST_STEP / clients
 
 
 def judge(outcome: Outcome, rows: list[int], turned: bool, fresh: float, tolerance: float, largest: float) -> Outcome:
@@ -319,10 +309,10 @@ def judge(outcome: Outcome, rows: list[int], turned: bool, fresh: float, toleran
     change = max(outcome.info.change_mean, outcome.info.change_sd)
     noisy, held = mc_error > tolerance, bool(np.any(state.clients.held))
     drift = moves.mean.sum(axis=0)
-    limit = max(tolerance, 3 * np.sqrt(_trust.backed_variance(moves, state.clients.noise)))
-    seen = state.steps.averaging + 1 >= _ROUNDS and bool(np.all(moves.replies >= _REPLIES))
-    drifts = bool(noisy and seen and np.abs(drift).max() > 2 * limit)
-    few = 3 * max(fresh, tolerance)
+    limit = max(tolerance, tol.NOISE_SDS * np.sqrt(_trust.backed_variance(moves, state.clients.noise)))
+    seen = state.steps.averaging + 1 >= tol.AVERAGED_ROUNDS and bool(np.all(moves.replies >= tol.AVERAGED_REPLIES))
+    drifts = bool(noisy and seen and np.abs(drift).max() > tol.DRIFTS * limit)
+    few = tol.NOISE_SDS * max(fresh, tolerance)
     after = _next_damping(state, change, few, turned=turned, noisy=noisy, drifts=drifts, largest=largest)
     has_replied, sweep_change = state.steps.has_replied.copy(), state.steps.sweep_change + change
     has_replied[rows] = True
@@ -331,10 +321,12 @@ def judge(outcome: Outcome, rows: list[int], turned: bool, fresh: float, toleran
     quiet = swept and not noisy and sweep_change < tolerance
     averaged = swept and noisy and seen and np.abs(drift).max() < limit
     error, status = float(np.sqrt(state.clients.noise.sum())), Status.RUNNING
-    if (quiet or averaged) and error <= _MOST_ERROR_LEFT and not held:
+    if (quiet or averaged) and error <= tol.MOST_ERROR_LEFT and not held:
         status = Status.CONVERGED
         message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
-        skewed = _skewed(state, max(_SKEWED, 3 * np.sqrt(6.0) * min(mc_error, _MOST_ERROR_LEFT)))
+        skewed = _skewed(
+            state, max(tol.SKEWED_MARGIN, tol.NOISE_SDS * np.sqrt(6.0) * min(mc_error, tol.MOST_ERROR_LEFT))
+        )
         message = _joined(message, far_off(state), skewed, _uncoupled(state))
     elif noisy and after.steps.averaging and np.all(moves.replies):
         message = _noisy(state, drift, limit, error)
@@ -363,21 +355,21 @@ def _next_damping(
     moves, count = state.clients.moves, len(state.sites.where)
     if drifts:
         # The steps of averaging are too short for a q that still moves.
-        moves, averaging, damping = _trust.averaged_anew(moves), 1, 0.5 * largest
-    elif noisy and change < (2 * few if averaging else few):
+        moves, averaging, damping = _trust.averaged_anew(moves), 1, tol.DRIFT_DAMPING * largest
+    elif noisy and change < (tol.STILL_NOISE * few if averaging else few):
         # Down to noise: rounds are averaged, so that Monte Carlo error falls with their number.
         moves = moves if averaging else _trust.no_moves(count, len(state.sites.labels))
         averaging += 1
-        damping = max(max(1.0 / (averaging + 1), LEAST) * largest, min(shortest_step(count), largest))
+        damping = max(max(1.0 / (averaging + 1), tol.LEAST_WEIGHT) * largest, min(shortest_step(count), largest))
     elif change > state.steps.change:
         # Steps that are too long turn back. A change that grows without turning may be that of other clients.
         averaging = 0
-        shorten = turned or change > 2 * state.steps.change
+        shorten = turned or change > tol.GROWN * state.steps.change
         damping, falls = (max(state.steps.damping / 2, 1.0 / count), 0) if shorten else (state.steps.damping, falls)
     else:
         # Longer with every fall: the cause of short steps, such as wrong replies, may be over.
         averaging, falls = 0, falls + 1
-        damping = min(largest, 1.5**falls * state.steps.damping)
+        damping = min(largest, tol.DAMPING_GROWTH**falls * state.steps.damping)
     steps = state.steps._replace(damping=damping, averaging=averaging, falls=falls)
     return state._replace(steps=steps, clients=state.clients._replace(moves=moves))
 
@@ -387,7 +379,7 @@ def _noisy(state: EPState, drift: Array, limit: float, error: float) -> str:
     names, m, moves = list(state.sites.where), len(state.sites.labels), state.clients.moves.mean
     worst = int(np.argmax(np.abs(drift)))
     if abs(drift[worst]) < limit:
-        averaged = f"averaged to a Monte Carlo error of {error:.2g} posterior sds (at most {_MOST_ERROR_LEFT:g})"
+        averaged = f"averaged to a Monte Carlo error of {error:.2g} posterior sds (at most {tol.MOST_ERROR_LEFT:g})"
         return f"{averaged}; raise rounds=, or {LESS_NOISE}"
     who = int(np.argmax(np.abs(moves[:, worst])))
     label = ("" if worst < m else "the sd of ") + as_declared(state.sites.labels[worst % m])
@@ -400,7 +392,7 @@ def _noisy(state: EPState, drift: Array, limit: float, error: float) -> str:
 def far_off(state: EPState) -> str:
     """The client that pulls a mean further than by chance, given what the others know; empty where none does."""
     who, label, pull = _strongest(state.sites, np.ones(len(state.sites.where)))
-    if abs(pull) <= -special.ndtri(0.5 * _BY_CHANCE / state.clients.pull.size):
+    if abs(pull) <= -special.ndtri(0.5 * tol.PULL_CHANCE / state.clients.pull.size):
         return ""
     return (
         f"client {who} pulls {as_declared(label)} by {pull:+.2g} sds of what others know: look at its data, the units "
@@ -481,9 +473,9 @@ def hold_back(outcome: Outcome, rows: list[int], bounded: Bounded | None, trust:
         )
     remaining = state.clients.held.copy()
     remaining[rows] *= 1 - step
-    remaining[remaining < _LITTLE] = 0.0
+    remaining[remaining < tol.LITTLE_LEFT] = 0.0
     # A client whose pull is not known is held for this round alone: nothing was drawn in.
-    held = np.maximum(np.where(bounded.held, 1.0, remaining), np.where(bounded.unknown, _LITTLE, 0.0))
+    held = np.maximum(np.where(bounded.held, 1.0, remaining), np.where(bounded.unknown, tol.LITTLE_LEFT, 0.0))
     pull = np.where(((held > 0) & ~bounded.held)[:, None], state.clients.pull, pull)
     if not np.all(np.isnan(largest)):
         most = int(np.nanargmax(largest))
@@ -514,7 +506,7 @@ def with_names(outcome: Outcome, trust: float | None, bounded: Bounded | None = 
 
 def _where_it_pulls(pull: Array, labels: Sequence[str]) -> str:
     """Where a client that is held back pulls most; nowhere, if it is for its precision."""
-    if not np.nanmax(np.abs(pull), initial=0.0) >= 1e-6:
+    if not np.nanmax(np.abs(pull), initial=0.0) >= tol.NO_PULL:
         return "gives or takes more precision than the others allow"
     i = int(np.argmax(np.abs(pull)))
     return f"pulls {as_declared(labels[i])} by {pull[i]:+.2g} sds"
@@ -522,15 +514,12 @@ def _where_it_pulls(pull: Array, labels: Sequence[str]) -> str:
 
 # After matching: what q cannot be -------------------------------------------------------------------------------------
 
-_NEAR = 0.1  # posterior sds, of the last round's move, from which q is near enough to look for modes
-_SEVERAL = 0.4  # share of a skewness without its main client from which several clients make it
-
 
 def look_for_modes(before: EPState, outcome: Outcome, replies: Mapping[str, Message]) -> Outcome:
     """Have all clients of a sweep look for other modes of their own variables, near the end; nothing ends before it."""
     state, look = outcome.state, before.look
     if replies and not np.any(state.steps.has_replied):  # the end of a sweep
-        look = Look.DONE if look else Look.NOW if state.steps.change < _NEAR else Look.LATER
+        look = Look.DONE if look else Look.NOW if state.steps.change < tol.LOOK_NEAR else Look.LATER
     outcome = outcome._replace(state=state._replace(look=int(look)))
     if outcome.status is not Status.CONVERGED or look == Look.DONE:
         return outcome
@@ -553,7 +542,7 @@ def _too_skewed(state: EPState) -> str:
     # sd of a sum of skewnesses
     noise = float(np.sqrt(6.0 / (1 + state.steps.averaging)) * np.linalg.norm(state.clients.errors))
     # The skewness of one client is in the moments that are matched.
-    of_several = np.sign(state.skewed.total) * state.skewed.without > _SEVERAL * np.abs(state.skewed.total)
+    of_several = np.sign(state.skewed.total) * state.skewed.without > tol.SEVERAL * np.abs(state.skewed.total)
     if not np.any(of_several & (np.abs(state.skewed.total) - noise > diagnostics.SKEWED)):
         return ""
     cause = diagnostics.hardly_a_prior(state.sites.labels, gaussian.standard_deviations(state.sites.prior))
@@ -563,10 +552,10 @@ def _too_skewed(state: EPState) -> str:
 def _pulls_unseen(state: EPState) -> str:
     """A client whose rows are not here and that pulls against all others; empty where there is none."""
     who, label, pull = _strongest(state.sites, state.clients.unseen)
-    if abs(pull) <= _ALONE:
+    if abs(pull) <= tol.MOST_PULL:
         return ""
     return (
         f"client {who}, whose rows nobody here can look at, pulls {label} by {pull:+.2g} sds of what all others know "
-        f"(at most {_ALONE:g}): have its data looked at, or EP(trust=3) hold it back; where it is right, "
-        f"EP(trust={np.ceil(1.5 * abs(pull)):g}) takes it as it is"
+        f"(at most {tol.MOST_PULL:g}): have its data looked at, or EP(trust=3) hold it back; where it is right, "
+        f"EP(trust={np.ceil(tol.ROOM_FOR_PULL * abs(pull)):g}) takes it as it is"
     )

@@ -10,14 +10,14 @@ gives v_k the covariance Q_{-k}⁻¹ − Q⁻¹, below Q_{-k}⁻¹ however many 
 so that a plain c would hold back honest clients in many coordinates.
 
 1. Others as they are, Q_k and μ_{-k} do not depend on r_k, so that r_k = Q_k μ_{-k} + t u_k pulls t v_k: some t ≤ 1
-   keeps both bounds. That changes others' cavities: it is repeated until all bounds hold, `_SWEEPS` times at most.
+   keeps both bounds. That changes others' cavities: it is repeated until all bounds hold, `SWEEPS` times at most.
 2. Else, as with several clients that lie, clients are left out until the rest agree, and get u_k = 0.
 3. Else all sites go to Q_k μ_0 + t (r_k − Q_k μ_0) with the prior's mean μ_0. Then μ − μ_0 = t Q⁻¹ Σ (r_j − Q_j μ_0),
    likewise μ_{-k}, so that every v_k is linear in t, and some t ≤ 1 keeps all bounds at once.
 
 A client whose cavity is not positive definite cannot be left out: its pull is not measured, and nothing is called
 converged. Variances are not protected, but for two cases. A site that takes more than half of its cavity's precision in
-a direction gets none there, and u_k = 0, or one client could make q improper. One that gives more than `_GIVES` times
+a direction gets none there, and u_k = 0, or one client could make q improper. One that gives more than `GIVES` times
 the cavity's is cut to that, with u_k as it is there: beyond, rounding would leave nothing of the others' sites.
 """
 
@@ -30,18 +30,11 @@ from numpy.typing import NDArray
 from scipy import special
 
 from fedppl import gaussian, structure
+from fedppl.algorithms import tolerances as tol
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.gaussian import Gaussian
 from fedppl.types import Array
-
-_SWEEPS = 30
-_NEAR = 0.95  # share of the bound from which a client is near it
-_AIM = 0.999  # share of the bound that a drawn-in site gets, since others change a little afterwards
-_ROUNDING = 1e-9
-_TAKES, _GIVES = 0.5, 1e10  # of the cavity's precision in a direction
-_CANDIDATES = 32
-_CLEARLY = 0.5  # share of the disagreement that remains where the others agree much better
 
 
 class Bounded(NamedTuple):
@@ -104,11 +97,11 @@ def bound(sites: Sites, trust: float) -> Bounded:
         drawn = _drawn_in(sites, _left_out(sites, linear, precision, limits), precision, precisions, limits)
     if drawn is None:
         centres = precision @ gaussian.mean(sites.prior)
-        drawn = centres + min(1.0, _AIM / float(before.ratios.max())) * (linear - centres)
+        drawn = centres + min(1.0, tol.AIM / float(before.ratios.max())) * (linear - centres)
     unknown = ~precisions.proper & np.any(precisions.proper)
     held = np.any(drawn != linear, axis=1) | takes | gives
     if not np.any(held):
-        return Bounded(sites, before.along, held, takes, gives, before.ratios > _NEAR, unknown)
+        return Bounded(sites, before.along, held, takes, gives, before.ratios > tol.NEAR_BOUND, unknown)
     # Sites that are not changed stay to the last bit.
     packed = np.where((takes | gives)[:, None], _sites.in_structure(precision, sites.structure), sites.precision)
     # Beside a changed site, others are not near the bound: their pulls may be its effect.
@@ -142,15 +135,15 @@ def _measured(sites: Sites, linear: Array, of: _Precisions, limits: tuple[float,
 def _drawn_in(
     sites: Sites, linear: Array, precision: Array, precisions: _Precisions, limits: tuple[float, float]
 ) -> Array | None:
-    """Draw in one site after the other until all bounds hold; None where `_SWEEPS` do not suffice."""
+    """Draw in one site after the other until all bounds hold; None where `SWEEPS` do not suffice."""
     linear, without = linear.copy(), dict[int, _Precisions]()
-    for _ in range(_SWEEPS):
+    for _ in range(tol.SWEEPS):
         mean, _, ratios = _measured(sites, linear, precisions, limits)
-        if not np.any(ratios > 1 + _ROUNDING):
+        if not np.any(ratios > 1 + tol.BOUND_ROUNDING):
             return linear
         k = _odd_one(sites, linear, precision, ratios, limits, without)
         centre = precision[k] @ mean[k]
-        linear[k] = centre + (_AIM / ratios[k] if ratios[k] > 1 else 0.5) * (linear[k] - centre)
+        linear[k] = centre + (tol.AIM / ratios[k] if ratios[k] > 1 else tol.HALF_WAY) * (linear[k] - centre)
     return None
 
 
@@ -160,7 +153,7 @@ def _left_out(sites: Sites, linear: Array, precision: Array, limits: tuple[float
     for _ in range(len(linear) // 2):
         r, q = kept * linear, kept[..., None] * precision
         ratios = _measured(sites, r, _precisions(sites, q), limits).ratios
-        if not np.any(ratios > 1 + _ROUNDING):
+        if not np.any(ratios > 1 + tol.BOUND_ROUNDING):
             break
         kept[_odd_one(sites, r, q, ratios, limits, {})] = 0.0
     r = sites.prior.linear + (kept * linear).sum(axis=0)
@@ -181,7 +174,7 @@ def _odd_one(
     Beside a client that lies, an honest one with nearly all rows may pull most, since the others are little else than
     the one that lies. Fills in `without`, which depends on precisions alone.
     """
-    candidates = [int(k) for k in np.argsort(-ratios, kind="stable")[:_CANDIDATES]]
+    candidates = [int(k) for k in np.argsort(-ratios, kind="stable")[: tol.ODD_CANDIDATES]]
     remaining = []
     for k in candidates:
         rest = np.arange(len(linear)) != k
@@ -191,24 +184,24 @@ def _odd_one(
         remaining.append(float(np.square(ratios).sum()) if np.all(without[k].proper) else np.inf)
     # If the others are no posterior without the client that pulls most, whether they agree is not known.
     best = int(np.argmin(remaining))
-    return candidates[best if np.isfinite(remaining[0]) and remaining[best] < _CLEARLY * remaining[0] else 0]
+    return candidates[best if np.isfinite(remaining[0]) and remaining[best] < tol.CLEARLY * remaining[0] else 0]
 
 
 def _of_a_size(sites: Sites) -> tuple[Array, Array, NDArray[np.bool_], NDArray[np.bool_]]:
     """Natural parameters of sites that neither take nor give too much precision, and which sites took or gave it."""
     linear, precision = sites.linear.copy(), structure.unpack_precision(sites.precision, sites.structure)
     takes, gives = np.zeros((2, len(linear)), dtype=bool)
-    for _ in range(2 * len(linear)):
+    for _ in range(tol.SIZE_SWEEPS * len(linear)):
         base, centre = _bases(sites, linear, precision)
         root = np.linalg.cholesky(base)
         inverse = np.linalg.inv(root)
         values, vectors = np.linalg.eigh(inverse @ precision @ np.swapaxes(inverse, 1, 2))
-        excess = np.maximum(-values[:, 0] / _TAKES, values[:, -1] / _GIVES)
+        excess = np.maximum(-values[:, 0] / tol.TAKES, values[:, -1] / tol.GIVES)
         k = int(np.argmax(excess))
-        if excess[k] <= 1 + _ROUNDING:
+        if excess[k] <= 1 + tol.BOUND_ROUNDING:
             break
-        axes, taking = root[k] @ vectors[k], bool(values[k, 0] < -_TAKES)
-        kept = np.where(values[k] < -_TAKES, 0.0, np.minimum(values[k], _AIM * _GIVES))
+        axes, taking = root[k] @ vectors[k], bool(values[k, 0] < -tol.TAKES)
+        kept = np.where(values[k] < -tol.TAKES, 0.0, np.minimum(values[k], tol.AIM * tol.GIVES))
         back = (axes * (kept - values[k])) @ axes.T
         # u_k stays, as far as precision is left, where precision is cut; it is 0 where the site takes too much.
         u = np.linalg.solve(axes, linear[k] - precision[k] @ centre[k])
@@ -256,8 +249,6 @@ def _others(values: Array) -> Array:
 # A reply proposes a site; its move is the change of q's means and log sds, in posterior sds, if that site replaced the
 # old one. While rounds are averaged, moves of honest clients are Monte Carlo error, and cancel.
 
-LEAST = 0.1  # weight of a reply, and of a step, below which it does not fall
-
 
 class Moves(NamedTuple):
     """Moves of each client since averaging began; coordinates are those of the means, then those of the log sds."""
@@ -297,10 +288,10 @@ def followed(moves: Moves, rows: list[int], new: Array, step: float) -> Moves:
     # A reply less the remaining move of the one before is the difference of the two proposals.
     square, known = 0.5 * np.mean(np.square(new - remaining[rows]), axis=1), pairs[rows] >= 0
     pairs[rows] += 1
-    weight = np.maximum(1.0 / np.maximum(pairs[rows], 1), LEAST)
+    weight = np.maximum(1.0 / np.maximum(pairs[rows], 1), tol.LEAST_WEIGHT)
     scatter[rows] += np.where(known, (square - scatter[rows]) * weight, 0.0)
     replies[rows] += 1
-    weight = np.maximum(1.0 / replies[rows], LEAST)
+    weight = np.maximum(1.0 / replies[rows], tol.LEAST_WEIGHT)
     mean[rows] += weight[:, None] * (new - mean[rows])
     share[rows] = (1 - weight) ** 2 * share[rows] + weight**2  # 1 for the first
     remaining[rows] = (1 - step) * new

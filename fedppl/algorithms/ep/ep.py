@@ -14,6 +14,7 @@ import numpy as np
 from scipy.special import logsumexp
 
 from fedppl import contracts, gaussian, settings
+from fedppl.algorithms import tolerances as tol
 from fedppl.algorithms.ep import _rounds, _trust
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
@@ -25,13 +26,10 @@ from fedppl.local.log_factors import factor
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, local_inference, pack_target, unpack_target
 from fedppl.numerics import importance
+from fedppl.numerics import tolerances as common
 from fedppl.numerics.importance import normalise
 from fedppl.numerics.streams import standard_normal, stream_of
-from fedppl.numerics.tolerances import MOST_LOST, MOST_NOISE, SCRAMBLES
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng
-
-_STARTS = 4  # of "auto"
-_AWAY, _AXES = 2.0, 8  # posterior sds from q's mean at which clients look for modes, and number of its axes
 
 
 class Matching(NamedTuple):
@@ -135,11 +133,11 @@ def EP(
     inference = matching.local
     if trust is not None:
         trust = settings.between(
-            "trust", trust, 0, 1e6, "(]", "it is in posterior sds, such as 3, or None for no bound"
+            "trust", trust, 0, tol.MOST_TRUST, "(]", "it is in posterior sds, such as 3, or None for no bound"
         )
     warm = settings.flag("warm_start", warm_start) and inference.expand is not None
     by_number, alone = not isinstance(starts, str), trust is not None or not warm
-    searches = _warm_start.number_of(starts, 1 if alone else _STARTS)
+    searches = _warm_start.number_of(starts, 1 if alone else tol.AUTO_STARTS)
     if searches > 1 and alone:
         why = f"which trust={trust:g} does not bound" if warm else "and there is no warm start that has them"
         raise DeclarationError(f"starts={starts} compares clients' log densities, {why}; leave one of the two out.")
@@ -232,7 +230,7 @@ def _update_client(
     target = unpack_target(client, message)
     if float(message.get("look", 0.0)) > 0 and local.look is not None:
         mean, root = gaussian.affine(target.global_)
-        away = _AWAY * root.T[:_AXES]
+        away = tol.LOOK_AWAY * root.T[: tol.LOOK_AXES]
         local.look(client, np.concatenate([mean[None], mean + away, mean - away]))
     moments = local.tilted(target, rng)
     reply = {
@@ -259,7 +257,7 @@ def _shapes(state: EPState) -> dict[str, tuple[int, ...]]:
     m = state.sites.structure.size
     triangle = (m * (m + 1) // 2,)
     if state.warm_start is not None:
-        return {"value": (), "gradient": (m,), "hessian": triangle, "ray": _warm_start.LENGTHS.shape}
+        return {"value": (), "gradient": (m,), "hessian": triangle, "ray": tol.LENGTHS.shape}
     return {"mean": (m,), "precision": triangle, "skewness": (m,), "mc_error": ()}
 
 
@@ -323,8 +321,6 @@ def _without(state: EPState, client_ids: Sequence[str], clients: Mapping[str, Cl
 # (tildes: kernels, without constants). A client's factor is compared with its own site, as if the others' were
 # Gaussian.
 
-_POINTS = 256  # of a scramble of q, for each client
-
 
 def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     """From the clients that are in this process."""
@@ -337,7 +333,7 @@ def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     # Errors that clients have alike add up with their signs, others by their squares.
     log_ratio, variance, shift, unknown = np.sum(ratios, axis=0)
     worst = max(float(np.sqrt(unknown)), abs(shift))
-    if worst > MOST_NOISE:
+    if worst > common.MOST_NOISE:
         off = f"clients' log densities are uncertain by {worst:.2g} in sum, and EP's evidence would be"
         raise NotConvergedError(f"{off}: declare fewer local variables that depend on each other, or lighter tails.")
     # A prior that is not Gaussian is in the clients' shares, with its constant.
@@ -353,7 +349,7 @@ def require_known(is_proper: bool, off: float = 0.0) -> None:
             "a prior has no known normalising constant, and so there is no evidence: a pm.Potential, pm.Flat, pm.CAR, "
             "pm.CustomDist with logp=, or a transform that cuts off density. Declare priors that integrate to one."
         )
-    if off > MOST_NOISE:
+    if off > common.MOST_NOISE:
         left_out = f"tails of clients' own variables may leave {off:.2g} out of the log evidence"
         raise NotConvergedError(f"{left_out}: declare priors with lighter tails (pm.Normal, or pm.StudentT with nu=4).")
 
@@ -365,23 +361,25 @@ def _log_ratio(client: ClientView, sites: Sites, prior_share: float) -> tuple[fl
     """
     site = _sites.site(sites, sites.where[client.client_id])
     mean, root = gaussian.affine(sites.q)
-    points = mean + standard_normal(len(mean), _POINTS, stream_of(client.client_id), SCRAMBLES) @ root.T
+    points = (
+        mean + standard_normal(len(mean), tol.EVIDENCE_POINTS, stream_of(client.client_id), common.SCRAMBLES) @ root.T
+    )
     try:
         of_client = factor(client, points, mean, prior_share)
     except LocalFailure as error:
         raise NotConvergedError(f"client {client.client_id!r} has no EP evidence: {error}") from error
     ratio: Array = of_client.values - gaussian.log_kernel(site, points)
     lost = float(np.mean(~np.isfinite(ratio)))
-    k = importance.pareto_k(ratio) if lost <= MOST_LOST else np.inf
+    k = importance.pareto_k(ratio) if lost <= common.MOST_LOST else np.inf
     if not k <= importance.limit(len(ratio)):
-        why = f"Pareto k {k:.2f}" if lost <= MOST_LOST else f"{lost:.0%} of the points of q are without a value"
+        why = f"Pareto k {k:.2f}" if lost <= common.MOST_LOST else f"{lost:.0%} of the points of q are without a value"
         far = f"client {client.client_id!r} is too far from its Gaussian site for EP's evidence"
         raise NotConvergedError(f"{far} ({why}); use fedppl.Sums().")
     ratio = np.where(np.isfinite(ratio), ratio, -np.inf)
-    each = logsumexp(ratio.reshape(SCRAMBLES, -1), axis=1)
+    each = logsumexp(ratio.reshape(common.SCRAMBLES, -1), axis=1)
     value = float(logsumexp(each) - np.log(len(ratio)))
-    ratios = np.exp(each - np.log(len(ratio) / SCRAMBLES) - value)
+    ratios = np.exp(each - np.log(len(ratio) / common.SCRAMBLES) - value)
     weights, errors = normalise(ratio), np.nan_to_num(of_client.errors)
     shift = float(weights @ errors) + abs(of_client.constant.alike)
     unknown = float(weights @ errors**2) + of_client.constant.by_chance**2
-    return value, float(np.var(ratios, ddof=1) / SCRAMBLES), shift, unknown
+    return value, float(np.var(ratios, ddof=1) / common.SCRAMBLES), shift, unknown

@@ -11,6 +11,7 @@ import numpy as np
 from scipy.linalg import solve_triangular
 
 from fedppl import contracts, gaussian, privacy, settings, structure
+from fedppl.algorithms import tolerances as tol
 from fedppl.algorithms.ep import ep
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep._rounds import EPInfo, EPState, Outcome, damped_step, shortest_step
@@ -98,8 +99,9 @@ def PrivateEP(
     .. [1] Dwork, Roth (2014), The algorithmic foundations of differential privacy, appendix A.
     .. [2] Vehtari et al. (2020), Expectation propagation as a way of life, JMLR 21.
     """
-    clip = settings.between("clip", clip, 1e-50, 1e50, "[]", "it is in posterior sds")
-    noise_multiplier = settings.between("noise_multiplier", noise_multiplier, 1e-50, 1e50, "[]")
+    limits = tol.LEAST_SETTING, tol.MOST_SETTING
+    clip = settings.between("clip", clip, *limits, "[]", "it is in posterior sds")
+    noise_multiplier = settings.between("noise_multiplier", noise_multiplier, *limits, "[]")
     releases = settings.whole("releases", releases)
     delta = settings.between("delta", delta, 0, 1, hint="take it well below 1 / number of clients")
     matching = ep.checked(local, tolerance, damping, structure)
@@ -191,8 +193,10 @@ def _site(target: Target, frame: Frame, local: LocalInference, rng: Rng) -> Arra
 def _reject(state: PrivateEPState, reply: Message, *, mechanism: Mechanism) -> str | None:
     """A clipped vector with noise has a bounded norm, but for a probability below 10⁻²⁰."""
     norm = float(np.linalg.norm(reply["site"]))
-    limit = mechanism.clip + 12 * mechanism.sd * np.sqrt(length(state.sites.structure))
-    was_not = f"'site' has norm {norm:.3g}, above clip + 12 noise sds √length = {limit:.3g}: it was not clipped"
+    limit = mechanism.clip + tol.NOISE_NORM * mechanism.sd * np.sqrt(length(state.sites.structure))
+    was_not = (
+        f"'site' has norm {norm:.3g}, above clip + {tol.NOISE_NORM} noise sds √length = {limit:.3g}: it was not clipped"
+    )
     return was_not if norm > limit else None
 
 
@@ -245,7 +249,7 @@ def precision_weight(sites: Sites, mechanism: Mechanism) -> float:
     of q's precision and moves its mean by 1 / √K sds: with weight √K both have equal shares of the norm.
     """
     m, count = sites.structure.size, len(sites.where)
-    return float(np.clip(2 * mechanism.sd * np.sqrt(2 * m * count), 1.0, np.sqrt(count)))
+    return float(np.clip(mechanism.sd / tol.NOISE_OF_PRECISION * np.sqrt(2 * m * count), 1.0, np.sqrt(count)))
 
 
 def noise_sd(state: PrivateEPState) -> Array:
@@ -281,7 +285,7 @@ def private_step(
     # takes at most half of q's precision.
     late = max(float(counts[rows].mean()) - max(mechanism.releases // 2, 1), 0.0)
     averaging = max(1 / (1 + late), shortest_step(len(counts)))
-    damping = min(largest, averaging, 0.5 * weight / (fresh * float(np.sqrt(2 * m))))
+    damping = min(largest, averaging, tol.NOISE_OF_PRECISION * weight / (fresh * float(np.sqrt(2 * m))))
     # A step below the shortest leaves q as it is.
     outcome = Outcome(state.ep, EPInfo("EP", damping=0.0))
     if damping >= shortest_step(len(counts)):
@@ -300,7 +304,8 @@ def private_step(
     noise = remaining * state.noise + (step.damping * fresh) ** 2 * sites.q.precision
     after = PrivateEPState(outcome.state, rounds, counts, noise)
     info = PrivateEPInfo("private EP", step.change_mean, step.change_sd, step.damping, _relative(after), spent)
-    arrived = info.change_mean <= max(tolerance, 3 * fresh) and info.change_sd <= max(tolerance, 1.5 * fresh / weight)
+    by_noise = tol.NOISE_SDS * fresh  # of a mean; a log sd changes by half of a precision
+    arrived = info.change_mean <= max(tolerance, by_noise) and info.change_sd <= max(tolerance, 0.5 * by_noise / weight)
     return after, Report(info, *_judge(after, info, arrived, mechanism))
 
 
@@ -315,7 +320,7 @@ def _judge(state: PrivateEPState, info: PrivateEPInfo, arrived: bool, mechanism:
     change, end = max(info.change_mean, info.change_sd), Status.STALLED
     if info.damping == 0:
         message = "no damped step keeps q positive definite: too much noise for so few clients; lower clip="
-    elif arrived and info.noise > 1:
+    elif arrived and info.noise > tol.MOST_PRIVATE_NOISE:
         message = f"the noise, {info.noise:.2g} posterior sds, hides whether q arrived; enrol more clients"
     elif arrived:
         message, end = f"to the clients' noise, {info.noise:.2g} posterior sds of a mean", Status.CONVERGED

@@ -9,30 +9,18 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import gaussian, structure
+from fedppl.algorithms import tolerances as tol
 from fedppl.gaussian import Gaussian
 from fedppl.local.target import pack_target
 from fedppl.structure import Structure
 from fedppl.types import Array, DeclarationError, Layout, Message
 
-# Largest tilted precision in q's: a cavity is q − site, and keeps two digits of q beside it. The same number bounds
-# squared distances: (10^7 sds)² / 2 nats of log q are known to 0.01. A million rows with noise of a tenth under a prior
-# sd of a thousand, as the only client, have ratio 10^14.
-_AGAINST_Q = 1e14
-# Largest curvature in the prior's precision: expansions are summed anew, so that rounding loses the prior alone.
-_AGAINST_PRIOR = 1.0 / float(np.finfo(np.float64).eps)
-# Prior sds by which a prior may be wrong; with the curvature's bound it gives those of gradient and value.
-_PRIOR_SDS = 1e4
-_LARGEST_VALUE = _AGAINST_PRIOR * _PRIOR_SDS**2
-# Stands for a log f_k that is not finite: sums of a million of them are finite, and below all others.
-NO_VALUE = -1e300
-_SKEWNESS = 1e4  # n draws have a skewness below √n, and no client draws 10^8
 WITHOUT_CURVATURE = "compute without curvature: EP(local=fedppl.local.NUTS(), warm_start=False)"
 SHOOTS_UP = (
     "shoots up, as where a local scale has a single value and may go to 0: declare a prior that keeps it from 0 "
     f"(pm.InverseGamma), or share it, or {WITHOUT_CURVATURE}"
 )
 _LOOK = "look at this client's data and versions"
-_LARGE = 300  # coordinates from which a round may take minutes where the density is not concave
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +72,7 @@ def empty(layout: Layout, clients: tuple[str, ...], form: Structure) -> Sites:
 
 def say_if_large(layout: Layout, algorithm: str) -> None:
     """Warn in the log, before the first round, of more shared variables than an algorithm is made for."""
-    if layout.size >= _LARGE:
+    if layout.size >= tol.LARGE_LAYOUT:
         logger.warning(
             "%s is made for tens of shared numbers, and a round may take minutes with all %d: share fewer, or, of a "
             "network's weights, pass one of the algorithms of fedppl.nn",
@@ -140,18 +128,18 @@ def implausible_moments(sites: Sites, reply: Message) -> str | None:
     mean, skewness = (np.asarray(reply[name], dtype=float) for name in ("mean", "skewness"))
     precision = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
     ratios = _ratios(precision, root)
-    if ratios[-1] > _AGAINST_Q:
-        return _beyond(f"'precision' is {ratios[-1]:.2g} times q's in a direction", _AGAINST_Q)
+    if ratios[-1] > tol.AGAINST_Q:
+        return _beyond(f"'precision' is {ratios[-1]:.2g} times q's in a direction", tol.AGAINST_Q)
     if ratios[0] <= 0 or not gaussian.is_proper(Gaussian(mean, precision)):
         return indefinite("precision", precision)
-    if ratios[0] < 1 / _AGAINST_Q:
-        return f"'precision' is {ratios[0]:.2g} times q's in a direction, at least {1 / _AGAINST_Q:.0e}; {_LOOK}"
+    if ratios[0] < 1 / tol.AGAINST_Q:
+        return f"'precision' is {ratios[0]:.2g} times q's in a direction, at least {1 / tol.AGAINST_Q:.0e}; {_LOOK}"
     with np.errstate(all="ignore"):
         distance = float(np.linalg.norm(np.linalg.solve(root, mean - m_q)))
-    if not distance <= np.sqrt(_AGAINST_Q):
-        return _beyond(f"'mean' is {distance:.2g} sds from q's", np.sqrt(_AGAINST_Q))
-    if (largest := float(np.abs(skewness).max())) > _SKEWNESS:
-        return _beyond(f"'skewness' reaches {largest:.2g}", _SKEWNESS)
+    if not distance <= np.sqrt(tol.AGAINST_Q):
+        return _beyond(f"'mean' is {distance:.2g} sds from q's", np.sqrt(tol.AGAINST_Q))
+    if (largest := float(np.abs(skewness).max())) > tol.MOST_SKEWNESS:
+        return _beyond(f"'skewness' reaches {largest:.2g}", tol.MOST_SKEWNESS)
     error = float(reply["mc_error"])
     if not 0 <= error <= 1:
         return f"'mc_error' is {error:.2g} posterior sds and must lie in [0, 1]: raise draws= of the local inference"
@@ -164,22 +152,22 @@ def implausible_expansion(sites: Sites, reply: Message) -> str | None:
     spread = np.sqrt(np.diag(gaussian.covariance(sites.prior)))
     hessian = gaussian.unpack_triangle(np.asarray(reply["hessian"], dtype=float))
     gradient, value = np.asarray(reply["gradient"], dtype=float), float(reply["value"])
-    largest, steepest = float(np.abs(_ratios(hessian, root)).max()), _AGAINST_PRIOR * _PRIOR_SDS
+    largest, steepest = float(np.abs(_ratios(hessian, root)).max()), tol.AGAINST_PRIOR * tol.WRONG_PRIOR_SDS
     with np.errstate(all="ignore"):
         curved = np.diag(hessian) * spread**2
         slope = float(np.linalg.norm(root.T @ gradient))
         along = sites.labels[int(np.nanargmax(np.abs(gradient) * spread))]
     worst = int(np.nanargmax(np.abs(curved)))
-    if largest > _AGAINST_PRIOR:
+    if largest > tol.AGAINST_PRIOR:
         along, what = sites.labels[worst], f"'hessian' is {largest:.2g} times the precision of the prior in a direction"
         # A log density that curves upward without bound is that of a scale that goes to zero, and of no data.
         if curved[worst] > 0:
-            return _beyond(what, _AGAINST_PRIOR, f"along {along} the density {SHOOTS_UP}")
-        beyond = _beyond(what, _AGAINST_PRIOR)
+            return _beyond(what, tol.AGAINST_PRIOR, f"along {along} the density {SHOOTS_UP}")
+        beyond = _beyond(what, tol.AGAINST_PRIOR)
     elif not slope <= steepest:
         beyond = _beyond(f"'gradient' is {slope:.2g} per prior sd", steepest)
-    elif abs(value) > _LARGEST_VALUE:
-        beyond = _beyond(f"'value' is {value:.2g}", _LARGEST_VALUE)
+    elif abs(value) > tol.LARGEST_VALUE:
+        beyond = _beyond(f"'value' is {value:.2g}", tol.LARGEST_VALUE)
     else:
         return None
     scales = "data and prior are on different scales: rescale the outcome or that column, or widen the prior"
@@ -194,8 +182,8 @@ def indefinite(name: str, matrix: Array) -> str:
 def implausible_values(reply: Message, names: Sequence[str] = ("value", "ray")) -> str | None:
     """Why values of log f_k cannot be, or None: they may be small, but not larger than any density."""
     for name in names:
-        if (largest := float(np.max(reply[name], initial=-np.inf))) > _LARGEST_VALUE:
-            return _beyond(f"{name!r} reaches {largest:.2g}", _LARGEST_VALUE)
+        if (largest := float(np.max(reply[name], initial=-np.inf))) > tol.LARGEST_VALUE:
+            return _beyond(f"{name!r} reaches {largest:.2g}", tol.LARGEST_VALUE)
     return None
 
 

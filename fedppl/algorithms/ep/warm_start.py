@@ -16,21 +16,16 @@ from numpy.typing import NDArray
 from scipy.special import logsumexp
 
 from fedppl import gaussian, settings, structure
+from fedppl.algorithms import tolerances as tol
 from fedppl.algorithms.ep import _trust
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep.sites import NO_VALUE, Sites, implausible_expansion, in_structure, indices, update
+from fedppl.algorithms.ep.sites import Sites, implausible_expansion, in_structure, indices, update
 from fedppl.contracts import Asked, ClientView, Expansion, LocalInference
 from fedppl.gaussian import Gaussian
+from fedppl.local import tolerances as of_local
 from fedppl.numerics.streams import whitened_points
 from fedppl.results import diagnostics
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, as_declared
-
-LENGTHS = 2.0 ** np.arange(-10, 6)
-_ARRIVED = 0.3  # length of a step in posterior sds from which EP's importance weights are good
-_NEARER = 0.25  # factor on the way to a search's first point, where clients have no expansion there
-# Longest steps in prior sds, at first and after steps that prove right. A hierarchy among shared variables has a
-# density without bound where its scale is 0: long steps find that in place of the mode beside it.
-_RADIUS, _WIDEST = 1.5, 100.0
 
 
 class WarmStart(NamedTuple):
@@ -62,13 +57,13 @@ def start_at(point: Array, middle: Array, clients: int) -> WarmStart:
     """Begin at a point; where clients have no expansion there, nearer to the middle."""
     nobody = np.zeros(clients, dtype=bool)
     return WarmStart(
-        point, point - middle, middle, nobody, -np.inf, np.inf, _RADIUS, False, 0.0, {}, {}, {}, False, False
+        point, point - middle, middle, nobody, -np.inf, np.inf, tol.FIRST_RADIUS, False, 0.0, {}, {}, {}, False, False
     )
 
 
 def along(point: Array, move: Array) -> Array:
     """Points (T, m) at `LENGTHS` times the step that led to the point."""
-    return np.asarray(point + (LENGTHS - 1.0)[:, None] * move)
+    return np.asarray(point + (tol.LENGTHS - 1.0)[:, None] * move)
 
 
 def asks(layout: Layout, message: Message) -> Asked:
@@ -93,13 +88,13 @@ def expand_along(
     forbids to compute, and the reply has no value.
     """
     assert local.expand is not None and local.log_factor is not None
-    stepped, ray = bool(np.any(move)), np.zeros(len(LENGTHS))
+    stepped, ray = bool(np.any(move)), np.zeros(len(tol.LENGTHS))
     kept = np.ones(1 + len(ray), dtype=bool) if inside is None else np.asarray(inside, dtype=bool)
     if stepped:
-        ray[:] = NO_VALUE
+        ray[:] = tol.NO_VALUE
         if np.any(kept[1:]):
             values = local.log_factor(client, along(point, move)[kept[1:]], share)
-            ray[kept[1:]] = np.where(np.isfinite(values), values, NO_VALUE)
+            ray[kept[1:]] = np.where(np.isfinite(values), values, tol.NO_VALUE)
     expansion, why = no_expansion(len(point)), {}
     try:
         there = local.expand(client, point, share) if kept[0] else expansion
@@ -115,7 +110,7 @@ def expand_along(
 
 def no_expansion(size: int) -> Expansion:
     """What stands for an expansion where there is none."""
-    return Expansion(NO_VALUE, np.zeros(size), np.zeros((size, size)), {})
+    return Expansion(tol.NO_VALUE, np.zeros(size), np.zeros((size, size)), {})
 
 
 def reply_of(expansion: Expansion, ray: Array) -> dict[str, Array]:
@@ -144,7 +139,7 @@ def step(
     has_replied[indices(sites, replies)] = True
     pending = {**state.pending, **replies}
     # Repeated answers from a point count half: they cost a client as much, and bring nothing.
-    spent = state.spent + (new + 0.5 * (len(replies) - new)) / len(has_replied)
+    spent = state.spent + (new + tol.REPEATED * (len(replies) - new)) / len(has_replied)
     state = state._replace(pending=pending, has_replied=has_replied, spent=spent)
     if len(pending) < len(has_replied):
         unusable = _unusable(sites, replies)
@@ -159,13 +154,13 @@ def step(
         values = np.array([float(reply["value"]) for reply in everyone.values()])
         objective = float(values.sum() + gaussian.log_kernel(sites.prior, x))
     if unusable and np.any(state.move) and not np.isfinite(state.objective):  # there is no anchor yet to go back to
-        move = _NEARER * state.move
+        move = tol.NEARER * state.move
         return sites, state._replace(point=state.anchor + move, move=move), None
     better = _better_length(sites.prior, state, everyone, objective)
-    if better == LENGTHS[0] and state.chosen:
+    if better == tol.LENGTHS[0] and state.chosen:
         # A thousandth of a thousandth of a step is still below the anchor: replies there were wrong, or are now. The
         # clients expand there again.
-        again = state._replace(point=state.anchor, move=np.zeros_like(x), objective=-np.inf, radius=_RADIUS)
+        again = state._replace(point=state.anchor, move=np.zeros_like(x), objective=-np.inf, radius=tol.FIRST_RADIUS)
         return sites, again._replace(chosen=False), None
     if better is not None:
         move, radius = better * state.move, state.radius * min(better, 1.0)
@@ -184,10 +179,14 @@ def _stepped(q: Gaussian, state: WarmStart, move: Array, whole: bool, cut: bool)
         move=move,
         anchor=state.point,
         change=change,
-        radius=min(2 * state.radius, _WIDEST if whole else max(_RADIUS, state.radius)) if cut else state.radius,
+        radius=min(
+            of_local.TRUST_GROWTH * state.radius, tol.WIDEST_RADIUS if whole else max(tol.FIRST_RADIUS, state.radius)
+        )
+        if cut
+        else state.radius,
         whole=whole,
         chosen=False,
-        arrived=whole and not cut and change < _ARRIVED and bool(np.all(state.has_replied)),
+        arrived=whole and not cut and change < tol.ARRIVED and bool(np.all(state.has_replied)),
     )
 
 
@@ -195,7 +194,7 @@ def _unusable(sites: Sites, replies: Mapping[str, Message]) -> dict[str, str]:
     """Clients whose expansion is unusable, and why."""
     reasons = {name: implausible_expansion(sites, reply) for name, reply in replies.items()}
     return {
-        name: "" if float(replies[name]["value"]) == NO_VALUE else reason
+        name: "" if float(replies[name]["value"]) == tol.NO_VALUE else reason
         for name, reason in reasons.items()
         if reason is not None
     }
@@ -228,7 +227,7 @@ def _move_within(q: Gaussian, prior: Gaussian, x: Array) -> tuple[Array, bool]:
     inverse = np.linalg.inv(np.linalg.cholesky(prior.precision))
     values, vectors = np.linalg.eigh(inverse @ q.precision @ inverse.T)
     move = (vectors.T @ (inverse @ (q.linear - q.precision @ x))) / np.maximum(np.abs(values), 1.0)
-    kept = np.clip(move, -_RADIUS, _RADIUS)
+    kept = np.clip(move, -tol.FIRST_RADIUS, tol.FIRST_RADIUS)
     return inverse.T @ (vectors @ kept), bool(np.any(kept != move) or values[0] <= 0)
 
 
@@ -249,33 +248,29 @@ def reach(prior: Gaussian, state: WarmStart) -> float:
     if not state.whole:
         return 1.0
     longest = float(np.max(np.abs(state.move) / gaussian.standard_deviations(prior)))
-    return max(state.radius / max(longest, 1e-300), 1.0)
+    return max(state.radius / max(longest, tol.ABOVE_ZERO), 1.0)
 
 
 def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Message], objective: float) -> float | None:
     """The length of the last step, in units of it, that should have been taken; None where it was right."""
     if not np.any(state.move) or not np.isfinite(state.objective):
         return None
-    values = np.sum([np.maximum(reply["ray"], NO_VALUE) for reply in replies.values()], axis=0)
+    values = np.sum([np.maximum(reply["ray"], tol.NO_VALUE) for reply in replies.values()], axis=0)
     values = values + gaussian.log_kernel(prior, along(state.point, state.move))
-    values[LENGTHS > reach(prior, state)] = -np.inf
+    values[tol.LENGTHS > reach(prior, state)] = -np.inf
     if not np.isfinite(objective):  # there is no expansion at the point
-        values[LENGTHS >= 1.0] = -np.inf
-    best, taken = int(np.argmax(values)), int(np.flatnonzero(LENGTHS == 1.0)[0])
-    slack = 1e-9 * max(1.0, abs(state.objective))
+        values[tol.LENGTHS >= 1.0] = -np.inf
+    best, taken = int(np.argmax(values)), int(np.flatnonzero(tol.LENGTHS == 1.0)[0])
+    slack = tol.SEARCH_ROUNDING * max(1.0, abs(state.objective))
     gain = objective - state.objective
     # Values along the step are compared with each other: common errors of their approximations cancel.
-    little = state.chosen or values[best] - values[taken] <= 0.5 * max(gain, 0.0) + 1.0
+    little = state.chosen or values[best] - values[taken] <= tol.SMALL_GAIN * max(gain, 0.0) + tol.SMALL_NATS
     if np.isfinite(objective) and gain >= -slack and little:
         return None
     # Where no length gains, the shortest follows.
     values[taken] = -np.inf
     best = int(np.argmax(values))
-    return float(LENGTHS[best] if values[best] >= state.objective - slack else LENGTHS[0])
-
-
-_SINGULAR = 1e-13
-_SUSPECTS = 20  # coordinates whose couplings are left out first
+    return float(tol.LENGTHS[best] if values[best] >= state.objective - slack else tol.LENGTHS[0])
 
 
 def newton_step(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[Array, bool, bool]:
@@ -289,9 +284,9 @@ def newton_step(q: Gaussian, prior: Gaussian, x: Array, radius: float) -> tuple[
     scale = np.sqrt(np.maximum(np.abs(np.diag(q.precision)), np.diag(prior.precision)))
     white, slope = q.precision / np.outer(scale, scale), gradient / scale
     values, vectors = np.linalg.eigh(white)
-    whole = bool(values[0] / max(values[-1], 1e-300) > _SINGULAR)
+    whole = bool(values[0] / max(values[-1], tol.ABOVE_ZERO) > tol.SINGULAR)
     if not whole:
-        suspects = np.argsort(-np.abs(vectors[:, 0]), kind="stable")[:_SUSPECTS]
+        suspects = np.argsort(-np.abs(vectors[:, 0]), kind="stable")[: tol.SUSPECTS]
         options = (_decoupled(white, slope, int(first)) for first in suspects)
         white = min(options, key=lambda option: option[:2])[2]
     move = np.linalg.solve(white, slope)
@@ -309,11 +304,11 @@ def _decoupled(white: Array, slope: Array, first: int) -> tuple[int, float, Arra
     while True:
         j = decoupled[-1]
         matrix[j], matrix[:, j] = 0.0, 0.0
-        matrix[j, j] = max(abs(float(white[j, j])), 1e-3)
+        matrix[j, j] = max(abs(float(white[j, j])), tol.LEAST_CURVATURE)
         values, vectors = np.linalg.eigh(matrix)
         share = np.abs(vectors[:, 0])
         share[decoupled] = 0.0
-        if values[0] > _SINGULAR * max(values[-1], 1e-300) or not np.any(share > 0):
+        if values[0] > tol.SINGULAR * max(values[-1], tol.ABOVE_ZERO) or not np.any(share > 0):
             return len(decoupled), -float(np.linalg.solve(matrix, slope) @ slope), matrix
         decoupled.append(int(np.argmax(share)))
 
@@ -323,10 +318,6 @@ def _decoupled(white: Array, slope: Array, first: int) -> tuple[int, float, Arra
 _ONE_MODE = (
     "positive (pm.HalfNormal), ordered (pm.distributions.transforms.ordered), or by a prior that rules the others out"
 )
-_APART = 3.0  # posterior sds from which two modes are different
-_MOST_STARTS = 1000
-_ALIKE = 0.1  # sds of the prior by which moments of equal priors may differ
-MATTERS = 1e-3  # share of the mass from which a mode is named
 
 
 class Mode(NamedTuple):
@@ -352,10 +343,10 @@ class Starts(NamedTuple):
 def number_of(starts: int | str, default: int) -> int:
     """Number of searches, by the keyword `starts`."""
     if not isinstance(starts, str):
-        return settings.whole("starts", starts, most=_MOST_STARTS)
+        return settings.whole("starts", starts, most=tol.MOST_STARTS)
     if starts != "auto":
         raise DeclarationError(
-            f'starts={settings.shown(starts)} must be "auto", or a whole number up to {_MOST_STARTS}.'
+            f'starts={settings.shown(starts)} must be "auto", or a whole number up to {tol.MOST_STARTS}.'
         )
     return default
 
@@ -367,7 +358,7 @@ def begin_several(layout: Layout, starts: int, stream: int, asked_for: bool) -> 
     """
     sd = gaussian.standard_deviations(layout.prior)
     z = whitened_points(len(sd), 2 * (starts + len(sd)), stream)[: starts - 1]
-    reach = 2.0 ** (np.arange(len(z)) % 3)
+    reach = np.resize(tol.START_REACH, len(z))
     return Starts(gaussian.mean(layout.prior) + z * reach[:, None] * sd, _turned(layout), (), "", asked_for)
 
 
@@ -379,9 +370,9 @@ def _turned(layout: Layout) -> NDArray[np.int64]:
     mean, sd = gaussian.mean(layout.prior), gaussian.standard_deviations(layout.prior)
 
     def are_alike(one: slice, other: slice) -> bool:
-        if len(mean[one]) != len(mean[other]) or not np.allclose(sd[one], sd[other], rtol=_ALIKE, atol=0.0):
+        if len(mean[one]) != len(mean[other]) or not np.allclose(sd[one], sd[other], rtol=tol.PRIORS_ALIKE, atol=0.0):
             return False
-        return bool(np.all(np.abs(mean[one] - mean[other]) < _ALIKE * sd[other]))
+        return bool(np.all(np.abs(mean[one] - mean[other]) < tol.PRIORS_ALIKE * sd[other]))
 
     groups: list[list[slice]] = []
     for part in layout.slices.values():
@@ -408,7 +399,7 @@ def next_search(starts: Starts, sites: Sites, new: Mode | None) -> tuple[Starts,
     """Begin the next search; after the last one return the sites of the mode with the most mass, and no search."""
     modes = starts.modes if new is None else (*starts.modes, new)
     remaining, middle = starts.left, gaussian.mean(sites.prior)
-    if new is not None and all(new.log_mass > mode.log_mass + 1.0 for mode in starts.modes):
+    if new is not None and all(new.log_mass > mode.log_mass + tol.MORE_MASS for mode in starts.modes):
         # Labels may be exchanged, or the data not tell signs.
         images = 2.0 * middle - new.point, new.point[starts.turned]
         beside = [image for image in images if far_apart(image, new.point, new.sd)]
@@ -429,7 +420,7 @@ def next_search(starts: Starts, sites: Sites, new: Mode | None) -> tuple[Starts,
 
 def far_apart(one: Array, other: Array, sd: Array) -> bool:
     """Whether two points are not of one mode with these sds."""
-    return float(np.max(np.abs(one - other) / sd)) > _APART
+    return float(np.max(np.abs(one - other) / sd)) > tol.MODE_SDS
 
 
 def are_apart(one: Mode, other: Mode) -> bool:
@@ -444,7 +435,7 @@ def _several(best: Mode, modes: tuple[Mode, ...], labels: tuple[str, ...]) -> st
         if all(are_apart(mode, other) for other in distinct):
             distinct.append(mode)
     total = logsumexp([mode.log_mass for mode in distinct])
-    others = [mode for mode in distinct[1:] if mode.log_mass - total > np.log(MATTERS)]
+    others = [mode for mode in distinct[1:] if mode.log_mass - total > of_local.NEGLIGIBLE_MODE]
     if not others:
         return ""
     total = logsumexp([mode.log_mass for mode in (best, *others)])
@@ -462,12 +453,6 @@ def _several(best: Mode, modes: tuple[Mode, ...], labels: tuple[str, ...]) -> st
 
 # Why a search has not arrived, and what helps, judged by where it stands ----------------------------------------------
 
-_ALONE = 100.0  # times the others' slope
-_LEVEL = 0.3  # slope in sds of the curvature below which a point is level: a search arrives with the same number
-_MANY_PRIOR_SDS = 3.0
-# Precision in the prior's from which a coordinate is pinned by a scale that goes to zero; the second where clients'
-# curvature has grown without bound meanwhile.
-_PINNED, _PINNED_BEYOND = 1e12, 1e6
 _LOG = "_log__"
 ALL = "all clients"  # the name of the one client that stands for all in a search by sums
 
@@ -490,7 +475,7 @@ def pulls_alone(sites: Sites, x: Array) -> str:
     slopes = slopes * gaussian.standard_deviations(sites.prior)
     k, i = np.unravel_index(int(np.argmax(slopes)), slopes.shape)
     others = max(float(np.median(np.delete(slopes.max(axis=1), k))), 1.0)
-    if slopes[k, i] <= _ALONE * others:
+    if slopes[k, i] <= tol.SLOPE_ALONE * others:
         return ""
     who, times = list(sites.where)[k], f"{slopes[k, i] / others:.2g} times as hard as the median of the others"
     return f"client {who} pulls {as_declared(sites.labels[i])} alone: {times} at the last point; look at its data"
@@ -503,7 +488,7 @@ def _cause(sites: Sites, state: WarmStart) -> str:
     return (
         diagnostics.hardly_a_prior(sites.labels, spread)
         or _saddle(sites, point)
-        or _collapse(sites, point, away, _PINNED_BEYOND if any(state.unusable.values()) else _PINNED)
+        or _collapse(sites, point, away, tol.PINNED_BEYOND if any(state.unusable.values()) else tol.PINNED)
         or _stopped(state.unusable)
         or _far(sites.labels, away)
         or _stopped(state.reasons)
@@ -516,7 +501,7 @@ def _saddle(sites: Sites, point: Array) -> str:
     """A level point where the density curves upward: symmetric models have one at their centre."""
     values, vectors, root = _axes(sites)
     slopes = vectors.T @ (root @ (sites.q.linear - sites.q.precision @ point)) / np.sqrt(np.maximum(np.abs(values), 1))
-    if values[0] >= 0 or np.abs(slopes).max() > _LEVEL:
+    if values[0] >= 0 or np.abs(slopes).max() > tol.ARRIVED:
         return ""
     return (
         f"at {_at(sites.labels, point, vectors[:, 0])} the density is level, but rises on both sides, and has several "
@@ -530,7 +515,7 @@ def _collapse(sites: Sites, point: Array, away: Array, least: float) -> str:
     known = np.diag(sites.q.precision) / np.diag(sites.prior.precision)
     known[worst] = 0.0
     pinned = int(np.argmax(known))
-    if abs(away[worst]) < _MANY_PRIOR_SDS or known[pinned] < least:
+    if abs(away[worst]) < tol.FAR_PRIOR_SDS or known[pinned] < least:
         return ""
     label, is_log = sites.labels[worst], _LOG in sites.labels[worst]
     to_zero = away[worst] < 0 or not is_log
@@ -555,7 +540,7 @@ def _stopped(unusable: Mapping[str, str]) -> str:
 def _far(labels: tuple[str, ...], away: Array) -> str:
     """Data on another scale than the prior."""
     worst = int(np.argmax(np.abs(away)))
-    if abs(away[worst]) < _MANY_PRIOR_SDS:
+    if abs(away[worst]) < tol.FAR_PRIOR_SDS:
         return ""
     pulled = f"the data pull {as_declared(labels[worst])} {abs(away[worst]):.2g} prior sds from its prior mean"
     return f"{pulled}: rescale the outcome or its column, or widen its prior"
@@ -568,7 +553,7 @@ def _convex(sites: Sites, point: Array) -> str:
         return ""
     axis = root.T @ vectors[:, 0]
     curvature = np.einsum("kij,i,j->k", structure.unpack_precision(sites.precision, sites.structure), axis, axis)
-    clients = [client_id for client_id, k in sites.where.items() if curvature[k] < 0.1 * curvature.min()]
+    clients = [client_id for client_id, k in sites.where.items() if curvature[k] < tol.CURVES_UP * curvature.min()]
     where = f"at {_at(sites.labels, point, vectors[:, 0])} the density curves upward, at {_who(clients)} the most"
     return f"{where}: it has several modes, or {_sites.SHOOTS_UP}"
 
@@ -592,6 +577,6 @@ def _spoken(label: str) -> str:
 def _at(labels: tuple[str, ...], point: Array, axis: Array) -> str:
     """Where a point is, by the coordinates that an axis lies in."""
     size = np.abs(axis)
-    places = np.flatnonzero(size > 0.3 * size.max())
+    places = np.flatnonzero(size > tol.ALONG_AXIS * size.max())
     shown = ", ".join(f"{_spoken(labels[j])} = {point[j]:.3g}" for j in places[:3])
     return shown + (f" and {len(places) - 3} more" if len(places) > 3 else "")

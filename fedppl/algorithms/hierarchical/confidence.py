@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
+from fedppl.algorithms import tolerances as tol
 from fedppl.algorithms.averaging.fedavg import not_positive, report, tolerance_rule, weighted
 from fedppl.algorithms.ep.sites import say_if_large
 from fedppl.algorithms.one_shot.separate import near_posterior
@@ -44,7 +45,7 @@ def confidence_of(
     if "deviation" in terms:
         total += float(np.sum((mean - w) ** 2))
     strength, spread = held
-    return (len(w) + strength) / max(total + strength * spread**2, np.finfo(float).tiny ** 0.5)
+    return (len(w) + strength) / max(total + strength * spread**2, tol.LEAST_SPREAD)
 
 
 def ledger_sums(ledger: Array, where: Mapping[str, int], received: Received) -> tuple[Array, Array, float, int]:
@@ -55,9 +56,6 @@ def ledger_sums(ledger: Array, where: Mapping[str, int], received: Received) -> 
     for client_id, reply in received.each.items():
         after[where[client_id]] = [*reply["weighted"], float(reply["weight"])]
     return after, after[:, :-1].sum(axis=0), float(after[:, -1].sum()), int(np.sum(after[:, -1] > 0))
-
-
-_NEW_CLIENT_STEPS = 100
 
 
 class ConfidenceState(NamedTuple):
@@ -310,7 +308,7 @@ def _settled(client: ClientView, w: Array, rng: Rng, settings: _Settings) -> Con
     """q_j of a client that has none, by steps until τ_j stands still."""
     q, _ = _step(client, None, w, rng, settings)
     before, after = settings.spread**-2, _confidence(q, w, settings)
-    for _ in range(_NEW_CLIENT_STEPS - 1):
+    for _ in range(tol.NEW_CLIENT_STEPS - 1):
         if abs(np.log(after / before)) < settings.tolerance:
             break
         q, _ = _step(client, q, w, rng, settings)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian, settings
+from fedppl.algorithms import tolerances as tol
 from fedppl.algorithms.hierarchical.hm1_gradient import Frame, frame_of, mode_given, reported, row_of
 from fedppl.contracts import Asked, ClientUpdate, ClientView, LocalInference, Received, Report
 from fedppl.gaussian import Gaussian
@@ -20,11 +21,6 @@ from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, local_inference, pack_target
 from fedppl.numerics.covariance import Covariance, Omega, exchangeable
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
-
-_REMAINDER = 0.01  # of the mean variance, below which factors have taken up clients' own variance
-_UNRESOLVED = 0.1  # of the variance of θ given the rows, below which intervals cover about half of what they should
-_FARTHEST = 1e6  # prior sds by which no declared prior is wrong
-_ALONE = 0.01  # weight of the prior in a client's first solve
 
 
 class HM1State(NamedTuple):
@@ -168,7 +164,7 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, structure: Cova
         covariance=np.broadcast_to(np.eye(m), (count, m, m)).copy(),
         pulls=np.zeros((count, m)),
         # A factor describes a likelihood best near the client's own estimate, and Ω is first estimated from such ones.
-        weights=np.full(count, _ALONE),
+        weights=np.full(count, tol.FIRST_WEIGHT),
     )
 
 
@@ -206,12 +202,12 @@ def _reject(state: HM1State, reply: Message) -> str | None:
     """A factor must be integrable against the prior, and not put its client implausibly far from it."""
     precision = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
     values, axes = np.linalg.eigh(precision)
-    if values[0] < -1e-6 * max(1.0, abs(float(values[-1]))):
+    if values[0] < -tol.INDEFINITE * max(1.0, abs(float(values[-1]))):
         return f"'precision' has eigenvalue {values[0]:.3g}, and must be positive semi-definite"
-    if values[-1] > 1e14:
+    if values[-1] > tol.MOST_OF_FACTOR:
         return f"'precision' is implausibly large ({values[-1]:.3g} prior precisions): scale this client's data"
     alone = float(np.abs(axes @ ((axes.T @ reply["linear"]) / (np.maximum(values, 0.0) + 1.0))).max())
-    if alone > _FARTHEST:
+    if alone > tol.FARTHEST:
         return f"'linear' puts θ {alone:.3g} prior sds away, implausibly far: scale this client's data"
     return None
 
@@ -229,7 +225,7 @@ def _update_server(
         precision[k] = gaussian.unpack_triangle(np.asarray(reply["precision"], dtype=float))
     try:
         with np.errstate(over="ignore", invalid="ignore"):
-            omega, coupled = estimate(linear, precision, state.omega, structure, tolerance=1e-3 * tolerance)
+            omega, coupled = estimate(linear, precision, state.omega, structure, tolerance=tol.EM_SHARE * tolerance)
         is_finite = all(np.all(np.isfinite(value)) for value in (*coupled, omega.matrix))
     except np.linalg.LinAlgError:
         is_finite = False
@@ -253,8 +249,8 @@ def _overfitted(omega: Omega, precision: Array, structure: Covariance) -> str:
     if "rank" not in structure.settings:  # an exchangeable Ω has one direction, which no data choose
         return ""
     mean = float(np.trace(omega.matrix)) / len(omega.matrix)
-    given_rows = 1.0 / max(float(np.median(np.trace(precision, axis1=1, axis2=2))) / precision.shape[1], 1e-300)
-    if omega.remainder > _REMAINDER * mean and omega.remainder > _UNRESOLVED * given_rows:
+    given_rows = 1.0 / max(float(np.median(np.trace(precision, axis1=1, axis2=2))) / precision.shape[1], tol.ABOVE_ZERO)
+    if omega.remainder > tol.LITTLE_VARIANCE * mean and omega.remainder > tol.UNRESOLVED * given_rows:
         return ""
     return (
         f"standard errors may be far too small: {structure.describe()} leaves clients {omega.remainder / mean:.1g} of "
@@ -276,7 +272,7 @@ def _final_message(state: HM1State, client_id: str) -> Message:
     marginal = gaussian.from_moments(state.mean[k], state.covariance[k])
     cavity = gaussian.quotient(marginal, Gaussian(state.linear[k], state.precision[k]))
     if not gaussian.is_proper(cavity):  # rounding, where the data outweigh the prior by far
-        cavity, _ = gaussian.repair(cavity, 1e-6)
+        cavity, _ = gaussian.repair(cavity, tol.REPAIRED)
     return pack_target(state.frame.colour(marginal), state.frame.colour(cavity), 0.0)
 
 
@@ -351,12 +347,18 @@ def _symmetric(matrices: Array) -> Array:
 
 
 def estimate(
-    linear: Array, precision: Array, omega: Omega, structure: Covariance, *, tolerance: float = 1e-5, limit: int = 200
+    linear: Array,
+    precision: Array,
+    omega: Omega,
+    structure: Covariance,
+    *,
+    tolerance: float = tol.EM_TOLERANCE,
+    limit: int = tol.EM_STEPS,
 ) -> tuple[Omega, Coupled]:
     """Ω by expectation maximisation, with fixed factors and so without communication."""
     coupled = posterior(linear, precision, omega)
     dense = np.isnan(structure.update(omega, coupled.mean, coupled.moment).remainder)
-    repeats = 1 if not structure.to_the_end else (10 if dense else limit)
+    repeats = 1 if not structure.to_the_end else (tol.DENSE_EM_STEPS if dense else limit)
     for _ in range(repeats):
         before = omega.matrix
         omega = structure.update(omega, coupled.mean, coupled.moment)

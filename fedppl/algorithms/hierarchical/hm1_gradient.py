@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import contracts, gaussian
+from fedppl.algorithms import tolerances as tol
 from fedppl.algorithms.averaging.fedavg import (
     KeptLocal,
     LocalClientState,
@@ -26,11 +27,10 @@ from fedppl.contracts import ClientUpdate, ClientView, Expansion, LocalInference
 from fedppl.gaussian import Gaussian
 from fedppl.local.gradient_steps import Descent, Objective, check_batches, checked
 from fedppl.local.target import at_points
+from fedppl.numerics import tolerances as common
 from fedppl.numerics.pairs import difference_hessian
 from fedppl.settings import between, described, one_of, positive
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng, Status
-
-_DIVERGED = 1e8  # declared prior sds from which parameters have diverged
 
 
 class HM1GradientState(NamedTuple):
@@ -137,7 +137,7 @@ def _start(layout: Layout) -> tuple[Array, float]:
     """Read μ₀ and s² off the declared prior N(μ₀, s² I), or reject another one."""
     frame = frame_of(layout)
     variance = float(frame.root[0, 0] ** 2)
-    if not np.allclose(frame.root, frame.root[0, 0] * np.eye(layout.size), rtol=1e-9, atol=1e-12):
+    if not np.allclose(frame.root, frame.root[0, 0] * np.eye(layout.size), rtol=tol.ISOTROPIC, atol=tol.ISOTROPIC_ZERO):
         needs = "Algorithm 1 needs shared variables with one sd and without correlation"
         raise DeclarationError(f"{needs}: declare pm.Normal(0, 1) and scale predictors, or use fedppl.HM1().")
     return frame.center, variance
@@ -182,7 +182,7 @@ def _update_server(
         eta[k], steps[k] = reply["theta"] - state.center, float(reply["step"])
     if not explicit:
         eta = state.omega @ np.linalg.solve(state.omega + 2.0 * np.diag(steps), eta)
-    if not np.all(np.isfinite(eta)) or float(np.abs(eta).max()) > _DIVERGED:
+    if not np.all(np.isfinite(eta)) or float(np.abs(eta).max()) > tol.DIVERGED:
         message = "the shrinkage step diverged; lower learning_rate= or alpha=, or use prior_step='proximal', or HM1"
         return state, Report(HM1GradientInfo(np.inf, np.nan), Status.STALLED, message)
     omega = (1.0 - alpha) * state.omega + alpha * eta @ eta.T / eta.shape[1]
@@ -203,8 +203,6 @@ def _details(state: HM1GradientState) -> contracts.Details:
 
 
 # A client's exact solve: the mode of its parameters given a Gaussian prior, and its likelihood's expansion there ------
-
-_LEAST = 0.2  # of the curvature at fixed local variables, near which a factor's curvature is at its mode
 
 
 class Frame(NamedTuple):
@@ -237,7 +235,7 @@ def row_of(where: Mapping[str, int], client_id: str) -> int:
 
 
 def mode_given(
-    client: ClientView, local: LocalInference, start: Array, pull: Array, weight: float, *, limit: int = 50
+    client: ClientView, local: LocalInference, start: Array, pull: Array, weight: float
 ) -> tuple[Array, Array, Array, dict[str, float]]:
     """Mode of log f_k(μ₀ + L η) + pullᵀη − ½ weight ‖η‖² by damped Newton.
 
@@ -255,30 +253,32 @@ def mode_given(
         curvature = -frame.root.T @ expansion.hessian @ frame.root
         slope = gradient + pull - weight * eta
         values, vectors = np.linalg.eigh(curvature + weight * np.eye(len(eta)))
-        floor = 1e-10 * max(1.0, float(np.abs(values).max()))
+        floor = tol.MODE_FLOOR * max(1.0, float(np.abs(values).max()))
         step = vectors @ ((vectors.T @ slope) / np.maximum(np.abs(values), floor))
         decrement = float(slope @ step)
-        if decrement < 1e-12:
+        if decrement < tol.MODE_ARRIVED:
             break
-        if taken == limit:
-            raise LocalFailure(f"{limit} Newton steps did not reach the mode; are the data enough for the model?")
+        if taken == tol.ALONE_STEPS:
+            raise LocalFailure(
+                f"{tol.ALONE_STEPS} Newton steps did not reach the mode; are the data enough for the model?"
+            )
         here, length = height(expansion, eta), 1.0
-        while length > 1e-8:
+        while length > tol.MODE_STEP:
             trial = eta + length * step
             there = _attempt(client, local, frame.center + frame.root @ trial)
-            slack = 1e-4 * length * decrement - 1e-10 * (1.0 + abs(here))
+            slack = common.ARMIJO * length * decrement - tol.MODE_ROUNDING * (1.0 + abs(here))
             if there is not None and height(there, trial) - here >= slack:
                 eta, expansion = trial, there
                 break
             length /= 2
         else:
-            if decrement < 1e-6:
+            if decrement < common.LEFT:
                 break
             raise LocalFailure(f"no step improves the client's posterior (Newton decrement {decrement:.3g})")
     phi = frame.center + frame.root @ eta
     # Curvature at local variables that are fixed at their mode.
     x, m = np.concatenate([phi, local_mode_at(client, phi)]), len(phi)
-    fixed = -difference_hessian(client.kernel, x, np.full(len(x), 0.1), client.packed)[:m, :m]
+    fixed = -difference_hessian(client.kernel, x, np.full(len(x), common.START_LENGTH), client.packed)[:m, :m]
     given_local = frame.root.T @ fixed @ frame.root
     precision, raised = _no_less_than(curvature, given_local)
     info = {"newton_steps": float(taken), "raised": float(raised)}
@@ -286,19 +286,19 @@ def mode_given(
 
 
 def _no_less_than(curvature: Array, reference: Array) -> tuple[Array, int]:
-    """Raise curvature to at least `_LEAST` of the reference in every direction, and count the raised ones.
+    """Raise curvature to at least `LEAST_OF_FIXED` of the reference in every direction, and count the raised ones.
 
     An unknown noise gives a likelihood that bends outwards, and a factor without positive curvature pulls without end.
     """
     values, axes = np.linalg.eigh(reference)
     scale = float(np.abs(values).max())
-    informed = np.abs(values) > 1e-10 * scale  # the data have no information in the other directions
+    informed = np.abs(values) > tol.MODE_FLOOR * scale  # the data have no information in the other directions
     root = axes[:, informed] * np.sqrt(np.abs(values[informed]))
     back = axes[:, informed] / np.sqrt(np.abs(values[informed]))
     relative, directions = np.linalg.eigh(back.T @ curvature @ back)
     root = root @ directions
-    precision = (root * np.maximum(relative, _LEAST)) @ root.T
-    return (precision + precision.T) / 2, int(np.sum(relative < _LEAST))
+    precision = (root * np.maximum(relative, tol.LEAST_OF_FIXED)) @ root.T
+    return (precision + precision.T) / 2, int(np.sum(relative < tol.LEAST_OF_FIXED))
 
 
 def _attempt(client: ClientView, local: LocalInference, phi: Array) -> Expansion | None:

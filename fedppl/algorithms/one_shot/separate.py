@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import contracts, gaussian, structure
+from fedppl.algorithms import tolerances as tol
 from fedppl.algorithms.averaging.fedavg import (
     client_loss,
     draw_point,
@@ -29,8 +30,6 @@ from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import at_target, draw_target, local_inference, pack_target, unpack_target
 from fedppl.settings import described
 from fedppl.types import Array, Layout, LocalFailure, Message, Rng
-
-_NEWTON_STEPS = 50
 
 
 class SeparateState(NamedTuple):
@@ -122,7 +121,7 @@ def near_posterior(target: Target, local: LocalInference) -> Target:
     layout = dataclasses.replace(client.layout, prior=target.cavity)
     sites = _sites.empty(layout, (client.client_id,), structure.full(layout.size))
     search = _warm_start.start(layout, 1)
-    for _ in range(_NEWTON_STEPS):
+    for _ in range(tol.ALONE_STEPS):
         try:
             reply, _ = _warm_start.expand_along(client, local, search.point, search.move, target.prior_share)
         except LocalFailure:

@@ -8,25 +8,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fedppl.algorithms import tolerances as tol
 from fedppl.gaussian import Gaussian
 from fedppl.numerics import surrogate
+from fedppl.numerics import tolerances as common
 from fedppl.numerics.coordinates import Coordinates, declared, log_slope, to_phi
 from fedppl.numerics.importance import jackknife, normalise, second_derivatives, weighted_moments
 from fedppl.numerics.proposals import Proposal
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.surrogate import Drawn, Surrogate
-from fedppl.numerics.tolerances import SCRAMBLES
 from fedppl.types import Array
-
-BY_CHANCE = 2.5  # standard errors by which a surrogate may differ from what weights say by chance, of many moments
-_TILTS = 10  # Newton steps
-_FAR_OUT = 5.0  # sds
-# Sds and squared sds that tilted moments may be off by. Estimates of columns that depend on each other, as those of
-# a composition, differ by as much: each has a control variate of its own.
-_LEFT_OVER = 2e-3
-_WIDENS = 1.5  # times the sd of another coordinate where a scale is high, with which it is no coordinate itself
-MOST_DRAWS = 8192  # candidates of a scramble, the most that stand for the posterior
-_FAR = 20.0  # log units below the highest value, and one for each coordinate, from where a posterior has no mass
 
 
 class Estimate(NamedTuple):
@@ -158,10 +149,32 @@ class Effort(NamedTuple):
     close: float
 
 
-FEW = Effort(0.5, 64, 6, (2, 3), 0.02, 0.02, _FAR, 1024, 32, -np.inf)
+FEW = Effort(
+    wide=tol.PLAIN_WIDE,
+    integrated=tol.INTEGRATED,
+    integrated_each=tol.INTEGRATED_EACH,
+    later=tol.LATER,
+    rough=tol.PILOT_PREDICTED,
+    predicted=tol.PREDICTED,
+    within=tol.FAR_BELOW,
+    draws=tol.SURROGATE_DRAWS,
+    probes=tol.PROBES,
+    close=-np.inf,
+)
 # The posterior of many clients is narrow, so that points of a stage lie close together. Residuals of Laplace's
 # approximation move it by many sds, so that they are predicted at all points. Draws cost little.
-MANY = Effort(0.125, 0, 2, (1, 2), 0.2, 0.02, np.inf, MOST_DRAWS, 8, 0.1)
+MANY = Effort(
+    wide=tol.PILOT_WIDE_OF_MANY,
+    integrated=tol.INTEGRATED_OF_MANY,
+    integrated_each=tol.INTEGRATED_EACH_OF_MANY,
+    later=tol.LATER_OF_MANY,
+    rough=tol.PILOT_PREDICTED_OF_MANY,
+    predicted=tol.PREDICTED,
+    within=np.inf,
+    draws=tol.MOST_SURROGATE_DRAWS,
+    probes=tol.PROBES_OF_MANY,
+    close=tol.CLOSE_OF_MANY,
+)
 
 
 def effort_of(state: Weighing) -> Effort:
@@ -195,7 +208,7 @@ def all_scales(state: Weighing, u: Array) -> Array:
 def unit_of(x: Array, weights: Array) -> Unit:
     """Units of weighted points (S, M)."""
     center = weights @ x
-    return Unit(center, np.maximum(np.sqrt(weights @ (x - center) ** 2), 1e-300))
+    return Unit(center, np.maximum(np.sqrt(weights @ (x - center) ** 2), tol.ABOVE_ZERO))
 
 
 # Moments of a posterior: what each stage says, what they say together, and draws put right by it ---
@@ -234,7 +247,7 @@ def pooled(estimates: tuple[Estimate, ...]) -> Estimate:
 def _agree(one: Estimate, other: Estimate) -> bool:
     """Whether two stages say the same: a surrogate whose tails were made up says something else, of a small error."""
     by_chance = float(np.hypot(chance_of(one), chance_of(other)))
-    return float(np.max(np.abs(sizes(one.moments, other.moments)))) <= BY_CHANCE * by_chance
+    return float(np.max(np.abs(sizes(one.moments, other.moments)))) <= tol.BY_CHANCE * by_chance
 
 
 def chances(one: Estimate) -> Array:
@@ -250,7 +263,7 @@ def chance_of(one: Estimate) -> float:
 def sizes(moments: Array, other: Array) -> Array:
     """Means less those of others, in their sds, and log sds less theirs, (2 M,)."""
     (mean, second), (center, square) = np.split(moments, 2), np.split(other, 2)
-    variance, own = np.maximum(square - center**2, 1e-12), np.maximum(second - mean**2, 1e-12)
+    variance, own = np.maximum(square - center**2, tol.VARIANCE_FLOOR), np.maximum(second - mean**2, tol.VARIANCE_FLOOR)
     return np.concatenate([(mean - center) / np.sqrt(variance), 0.5 * np.log(own / variance)])
 
 
@@ -265,14 +278,14 @@ def tilted(of: Drawn, x: Array, target: Array, unit: Unit) -> Drawn | None:
     shift, ratio = (unit.center + unit.length * mean - own.center) / own.length, unit.length / own.length
     wanted = np.concatenate([shift, ratio**2 * (second - mean**2) + shift**2])
     z = (x - own.center) / own.length
-    parts, near = (np.concatenate([part, part**2], axis=1) for part in (z, np.clip(z, -_FAR_OUT, _FAR_OUT)))
+    parts, near = (np.concatenate([part, part**2], axis=1) for part in (z, np.clip(z, -tol.TILT_REACH, tol.TILT_REACH)))
     tilt, weights = np.zeros(parts.shape[1]), of.weights
-    for _ in range(_TILTS):
+    for _ in range(tol.TILT_STEPS):
         there = weights @ parts
         curved = ((parts - there) * weights[:, None]).T @ near
-        tilt = tilt + np.linalg.lstsq(curved, wanted - there, rcond=1e-8)[0]
-        weights = normalise(np.log(np.maximum(of.weights, 1e-300)) + near @ tilt)
-    if not np.max(np.abs(weights @ parts - wanted)) <= _LEFT_OVER:
+        tilt = tilt + np.linalg.lstsq(curved, wanted - there, rcond=tol.TILT_DIGITS)[0]
+        weights = normalise(np.log(np.maximum(of.weights, tol.ABOVE_ZERO)) + near @ tilt)
+    if not np.max(np.abs(weights @ parts - wanted)) <= tol.TILT_LEFT:
         return None
     moments = weighted_moments(of.u, weights)
     return of._replace(weights=weights, mean=moments.mean, covariance=moments.covariance)
@@ -280,7 +293,7 @@ def tilted(of: Drawn, x: Array, target: Array, unit: Unit) -> Drawn | None:
 
 def draws_of(state: Weighing, through: Surrogate, mean: Array, covariance: Array, count: int, stream: int) -> Drawn:
     """Draws of a surrogate that has about these moments, so many of a scramble, that stand for the posterior."""
-    by = surrogate.mixture(mean, covariance, count, 0.125, state.shape.far)
+    by = surrogate.mixture(mean, covariance, count, tol.DRAWS_WIDE, state.shape.far)
     return surrogate.drawn(through, by, state.shape.coordinates.folded, stream)
 
 
@@ -288,7 +301,7 @@ def chance_of_draws(of: Drawn) -> float:
     """Standard error of moments of a surrogate by its draws."""
     unit = Unit(of.mean, np.sqrt(np.diag(of.covariance)))
     whole = moments_of(of.u, of.weights, unit)
-    kept = [np.where(of.scramble != one, of.weights, 0.0) for one in range(SCRAMBLES)]
+    kept = [np.where(of.scramble != one, of.weights, 0.0) for one in range(common.SCRAMBLES)]
     without = [sizes(moments_of(of.u, one / one.sum(), unit), whole) for one in kept]
     return float(np.max(jackknife(np.stack(without))))
 
@@ -297,9 +310,9 @@ def widens(points: Array, weights: Array, i: int) -> bool:
     """Whether another coordinate spreads more where coordinate i is low than where it is high, quarter by quarter."""
     order = np.argsort(points[:, i], kind="stable")
     shares = np.cumsum(weights[order])
-    ends = order[shares <= 0.25], order[shares >= 0.75]
+    ends = order[shares <= tol.QUARTER], order[shares >= 1.0 - tol.QUARTER]
     if min(len(end) for end in ends) < 2:
         return False
     low, high = (weighted_moments(points[end], weights[end] / weights[end].sum()).covariance for end in ends)
     others = np.arange(points.shape[1]) != i
-    return bool(np.any(np.diag(low)[others] > _WIDENS**2 * np.diag(high)[others]))
+    return bool(np.any(np.diag(low)[others] > tol.WIDENS**2 * np.diag(high)[others]))

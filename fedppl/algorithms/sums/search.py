@@ -12,22 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import gaussian
+from fedppl.algorithms import tolerances as tol
 from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
-from fedppl.algorithms.ep.sites import NO_VALUE, Sites
-from fedppl.algorithms.ep.warm_start import ALL, LENGTHS, Mode, Starts, WarmStart, why_not_arrived
+from fedppl.algorithms.ep.sites import Sites
+from fedppl.algorithms.ep.warm_start import ALL, Mode, Starts, WarmStart, why_not_arrived
 from fedppl.contracts import Expansion
 from fedppl.numerics.streams import whitened_points
 from fedppl.structure import full
 from fedppl.types import Array, Layout, Message
-
-_BUDGET = 25  # exchanges of a search: a dozen do even from a prior a million times too wide
-_WIDTH = 0.1  # sds by the curvature along an axis, or of the prior, over which values are differenced
-_WIDER = 1.0  # sds by the curvature, of many clients: third derivatives weigh little, and these points are to tell more
-_NARROWER = 0.25  # of a stencil at which values are missing
-_WITHIN = 3.0  # times as near as two points of one mode may lie apart
-_SCANNED, _BASIN = 256, 0.3  # points of the prior; prior sds, in a coordinate at least, that searches begin apart
-_FIRST, _GROWTH = 256, 16  # clients that are asked first, and times as many that are asked next
 
 
 class Search(NamedTuple):
@@ -55,14 +48,14 @@ class Searched(NamedTuple):
 
 def begin(layout: Layout, clients: int, starts: int, stream: int) -> Search:
     """From the prior's mean; with very many clients some of them are asked first."""
-    some = 1.0 if clients <= 2 * _FIRST else _FIRST / clients
+    some = 1.0 if clients <= tol.ALL_AT_FIRST * tol.FIRST_CLIENTS else tol.FIRST_CLIENTS / clients
     sites = _sites.empty(layout, (ALL,), full(layout.size))
     others, scanned = None, np.zeros((0, layout.size))
     if starts > 1:
         others = _warm_start.begin_several(layout, starts, stream, asked_for=True)
         # A part of them is further out: where other modes are, the posterior is high in their basins.
-        z = whitened_points(layout.size, _SCANNED, stream)[:_SCANNED]
-        reach = 2.0 ** (np.arange(len(z)) % 3 - 0.5)
+        z = whitened_points(layout.size, tol.SCANNED, stream)[: tol.SCANNED]
+        reach = tol.SCANNED_REACH[np.arange(len(z)) % len(tol.SCANNED_REACH)]
         scanned = gaussian.mean(layout.prior) + z * reach[:, None] * gaussian.standard_deviations(layout.prior)
     return Search(sites, _warm_start.start(layout, 1), others, 1.0, some, False, False, scanned, np.zeros(0))
 
@@ -81,8 +74,8 @@ def steps(search: Search) -> Array:
     """
     root = np.linalg.inv(np.linalg.cholesky(search.sites.prior.precision))
     values, vectors = np.linalg.eigh(root @ search.sites.q.precision @ root.T)
-    width = _WIDER if search.exact else _WIDTH
-    lengths = search.narrowed * np.minimum(_WIDTH, width / np.sqrt(np.maximum(np.abs(values), 1.0)))
+    width = tol.STENCIL_OF_MANY if search.exact else tol.STENCIL_WIDTH
+    lengths = search.narrowed * np.minimum(tol.STENCIL_WIDTH, width / np.sqrt(np.maximum(np.abs(values), 1.0)))
     return np.asarray(root.T @ vectors * lengths)
 
 
@@ -114,7 +107,7 @@ def _is_scanning(search: Search) -> bool:
 
 def _looked_at(search: Search) -> Array:
     """Which lengths of the last step are."""
-    return np.asarray(LENGTHS <= _warm_start.reach(search.sites.prior, search.newton))
+    return np.asarray(tol.LENGTHS <= _warm_start.reach(search.sites.prior, search.newton))
 
 
 def step(search: Search, values: Array, clients: float) -> Searched:
@@ -127,11 +120,11 @@ def step(search: Search, values: Array, clients: float) -> Searched:
         return Searched(search._replace(heights=heights), "the prior was looked through")
     m = len(search.newton.point)
     count = len(stencil(m))
-    about, ray = values[:count], np.full(len(LENGTHS), NO_VALUE)
+    about, ray = values[:count], np.full(len(tol.LENGTHS), tol.NO_VALUE)
     if np.any(search.newton.move):
-        ray[_looked_at(search)] = np.where(np.isfinite(values[count:]), values[count:], NO_VALUE)
-    if np.isfinite(about[0]) and not np.all(np.isfinite(about)) and search.narrowed > _NARROWER**3:
-        return Searched(search._replace(narrowed=_NARROWER * search.narrowed), "values are missing nearby")
+        ray[_looked_at(search)] = np.where(np.isfinite(values[count:]), values[count:], tol.NO_VALUE)
+    if np.isfinite(about[0]) and not np.all(np.isfinite(about)) and search.narrowed > tol.NARROWER**tol.NARROWINGS:
+        return Searched(search._replace(narrowed=tol.NARROWER * search.narrowed), "values are missing nearby")
     reply = _reply(about, steps(search), ray)
     sites, newton, _ = _warm_start.step(search.sites, search.newton, {ALL: reply})
     # Of many clients third derivatives weigh little next to second ones: from the mode of fewer so long a step is right
@@ -140,7 +133,7 @@ def step(search: Search, values: Array, clients: float) -> Searched:
         arrived = newton.arrived or (newton.whole and newton.change < clients**0.25)
         newton = newton._replace(move=np.zeros_like(newton.move), anchor=newton.point, arrived=arrived)
     after = search._replace(sites=sites, newton=newton, narrowed=1.0)
-    if not newton.arrived and newton.spent < _BUDGET and not _is_known(after):
+    if not newton.arrived and newton.spent < tol.SEARCH_BUDGET and not _is_known(after):
         return Searched(after, why_not_arrived(sites, newton, "the search"))
     return _ended(after)
 
@@ -164,8 +157,8 @@ def _ended(search: Search) -> Searched:
     if search.some < 1.0 and not search.exact:  # once more, with what Laplace leaves out
         return Searched(_from_here(after)._replace(exact=True), "θ is integrated")
     if search.some < 1.0:
-        some = min(1.0, _GROWTH * search.some)
-        again = _from_here(after)._replace(some=1.0 if some > 0.25 else some, grown=True)
+        some = min(1.0, tol.CLIENT_GROWTH * search.some)
+        again = _from_here(after)._replace(some=1.0 if some > tol.ALL_NEXT else some, grown=True)
         return Searched(again, "more clients are asked")
     return Searched(after, arrived=True)
 
@@ -178,7 +171,7 @@ def _from_here(search: Search) -> Search:
 
 def _highest(search: Search, mode: Mode, count: int) -> Array:
     """The highest of the points that were scanned, apart from a mode and from each other."""
-    away = _BASIN * gaussian.standard_deviations(search.sites.prior)
+    away = tol.BASIN * gaussian.standard_deviations(search.sites.prior)
     chosen: list[Array] = []
     for place in np.argsort(-search.heights, kind="stable"):
         point = search.scanned[place]
@@ -193,7 +186,7 @@ def _highest(search: Search, mode: Mode, count: int) -> Array:
 def _is_known(search: Search) -> bool:
     """Whether a search walks into the way of one that arrived: it is within an sd of its mode."""
     modes = () if search.starts is None else search.starts.modes
-    near = any(not _warm_start.far_apart(search.newton.anchor, mode.point, mode.sd / _WITHIN) for mode in modes)
+    near = any(not _warm_start.far_apart(search.newton.anchor, mode.point, mode.sd / tol.WITHIN) for mode in modes)
     return near and bool(np.isfinite(search.newton.objective))
 
 

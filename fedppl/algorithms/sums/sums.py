@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl import contracts, gaussian, settings
+from fedppl.algorithms import tolerances as tol
 from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep.ep import require_known
 from fedppl.algorithms.ep.sites import implausible_values, say_if_large
@@ -28,28 +29,23 @@ from fedppl.contracts import Asked, Batch, ClientUpdate, ClientView, Factor, Log
 from fedppl.contracts.algorithm import WithoutClient, always
 from fedppl.gaussian import Gaussian
 from fedppl.local import integrate
+from fedppl.local import tolerances as of_local
 from fedppl.local.conditional_draws import draw_weighted
 from fedppl.local.integrate import Stacked
 from fedppl.local.log_factors import factor
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import pack_target
+from fedppl.numerics import tolerances as common
 from fedppl.numerics.coordinates import of_phi
 from fedppl.numerics.importance import effective_size, jackknife, normalise, quadratic_terms, skewness
 from fedppl.numerics.proposals import has_heavy_tails, whitened
 from fedppl.numerics.reweighting import Reweighted, is_trusted, second_k, weigh, weigh_points
 from fedppl.numerics.streams import whitened_points
-from fedppl.numerics.tolerances import MOST_LOST, SCRAMBLES, STREAMS
 from fedppl.results.diagnostics import hardly_a_prior
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
 
 _LOCAL = NestedLaplace()
-_VOID = 3  # rounds in a row in which a client is missing
-_MANY = 500  # clients from which fewer points do, as the sum hardly departs from a quadratic
-_FEW_POINTS, _FEWER_POINTS, _VALUES = 64, 24, 10**6  # of them; of very many; values of clients between these
-_SINGLE, _MOST_SINGLE = 512, 512  # points of a scramble at which single clients are asked; clients of whom all are
 _COUNTS = ("values_lost", "left_out_lost", "squares", "constants", "improper", "answered")
-_MADE_UP = 1e-5  # share of the posterior, farthest out, where a surrogate may have mass that no value tells of
-_DRAWN = 4096  # points of q for clients' draws, where no weighted ones are
 
 
 class SumsState(NamedTuple):
@@ -125,9 +121,9 @@ def Sums(*, points: int = 512, pilot: int = 256, starts: int | str = "auto") -> 
     .. [1] Vehtari et al. (2024), Pareto smoothed importance sampling, JMLR 25.
     .. [2] Rue, Martino, Chopin (2009), Approximate Bayesian inference for latent Gaussian models, JRSS B 71.
     """
-    points, pilot = settings.whole("points", points, 64, most=2**20), settings.whole("pilot", pilot, 64, most=2**20)
+    points, pilot = _number("points", points), _number("pilot", pilot)
     by_number = not isinstance(starts, str)
-    searches = _warm_start.number_of(starts, 4)
+    searches = _warm_start.number_of(starts, tol.AUTO_STARTS)
     return contracts.Algorithm[SumsState, None](
         name="Sums",
         settings={"points": str(points), "pilot": str(pilot), "starts": repr(starts)},
@@ -153,12 +149,17 @@ def Sums(*, points: int = 512, pilot: int = 256, starts: int | str = "auto") -> 
     )
 
 
+def _number(name: str, points: int) -> int:
+    """Check a number of points."""
+    return settings.whole(name, points, tol.FEWEST_POINTS, most=of_local.MOST_POINTS)
+
+
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, starts: int) -> SumsState:
     stream = int(rng.integers(2**31))
     say_if_large(layout, "Sums")
     share = 0.0 if layout.prior_is_gaussian else 1.0 / len(clients)
     search = _search.begin(layout, len(clients), starts, stream)
-    return SumsState(clients, share, layout.prior, search, 0, stream % 2**20, False)
+    return SumsState(clients, share, layout.prior, search, 0, stream % tol.FIT_STREAMS, False)
 
 
 def _at_sites(state: SumsState, *, by_number: bool) -> SumsState:
@@ -283,14 +284,14 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
     phase, count = state.phase, len(state.clients)
     if received.clients < count:
         void = state.void + 1
-        if void < _VOID and isinstance(phase, Search) and np.any(phase.newton.move):
+        if void < tol.VOID_ROUNDS and isinstance(phase, Search) and np.any(phase.newton.move):
             nothing = np.full(len(_search.points(phase)), np.nan)
             return _searched(state._replace(void=void), phase, nothing, pilot, None)
         message = (
             f"sums need all {count} clients, and {received.clients} answered: mend what fit.records[-1].failures says, "
             "ask all, without participation=, reporting= or a short deadline=, or use fedppl.EP(), which keeps sites"
         )
-        status = Status.STALLED if void >= _VOID else Status.RUNNING
+        status = Status.STALLED if void >= tol.VOID_ROUNDS else Status.RUNNING
         return state._replace(void=void), Report(_info(phase), status, message)
     sums = received.sums()
     state = state._replace(void=0)
@@ -309,7 +310,7 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
 
 def _of_sums(sums: Message, name: str) -> Array:
     """Sums where every client had a value, else NaN."""
-    return np.where(np.asarray(sums[f"{name}_lost"]) > 0.5, np.nan, sums[name])
+    return np.where(np.asarray(sums[f"{name}_lost"]) > tol.NO_CLIENT, np.nan, sums[name])
 
 
 def _integrated(sums: Message, points: Array) -> Integrated:
@@ -338,14 +339,18 @@ def _searched(
     if not searched.arrived:
         return after, Report(info, message=searched.message)
     sites, count = searched.search.sites, len(state.clients)
-    about = About(sites.q, sites.prior, sites.labels, count > _MANY)
+    about = About(sites.q, sites.prior, sites.labels, count > tol.MANY_CLIENTS)
     weighing = _weigh.begin(about, _points_of(count, pilot), state.stream, stencil)
     return after._replace(phase=weighing), Report(info, message="nothing is weighed yet: raise rounds=")
 
 
 def _points_of(clients: int, points: int) -> int:
     """So many, or fewer where clients are many."""
-    return points if clients <= _MANY else min(points, int(np.clip(_VALUES / clients, _FEWER_POINTS, _FEW_POINTS)))
+    return (
+        points
+        if clients <= tol.MANY_CLIENTS
+        else min(points, int(np.clip(tol.VALUES_OF_MANY / clients, tol.FEWEST_OF_MANY, tol.POINTS_OF_MANY)))
+    )
 
 
 def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> tuple[SumsState, Report]:
@@ -353,17 +358,21 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
     count, more = len(state.clients), "raise rounds="
     state = state._replace(looked=True)
     alike, by_chance = np.asarray(sums["constants"], dtype=float)
-    in_common = 1.0 + (count - 1.0) / STREAMS  # of many clients some have their random points in common
+    in_common = 1.0 + (count - 1.0) / common.STREAMS  # of many clients some have their random points in common
     integrated = _integrated(sums, phase.batch.phi[_weigh.places_integrated(phase)])
     constants = np.array([alike, np.sqrt(in_common * by_chance)])
-    taken = _weigh.taken_in(phase, _of_sums(sums, "values"), integrated, constants, float(sums["improper"]) < 0.5)
+    taken = _weigh.taken_in(
+        phase, _of_sums(sums, "values"), integrated, constants, float(sums["improper"]) < tol.NO_CLIENT
+    )
     if taken is None:
         again = _weigh.with_more_integrated(phase)
         varies = f"integrals over clients' own variables vary: {more}"
         return state._replace(phase=again), Report(_info(again), message=varies)
     few = _points_of(count, points)
-    each = max(64, few // 4) if phase.rule == Rule.EVERYWHERE else few
-    following, problems = _weigh.next_stage(*taken, each, state.stream, f"fedppl.Sums(points={4 * points})")
+    each = max(tol.FEWEST_POINTS, few // tol.EVERYWHERE) if phase.rule == Rule.EVERYWHERE else few
+    following, problems = _weigh.next_stage(
+        *taken, each, state.stream, f"fedppl.Sums(points={tol.MORE_POINTS * points})"
+    )
     after, info = state._replace(phase=following), _info(following)
     if isinstance(following, Weighing):
         return after, Report(info, message=f"the weights are not trusted yet: {more}")
@@ -407,12 +416,12 @@ def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, 
     phase, q = state.phase, _q(state)
     center = gaussian.mean(q)
     whole = phase if isinstance(phase, Weighed) and phase.trusted and set(state.clients) <= set(clients) else None
-    if whole is None or whole.is_normal or len(state.clients) > _MOST_SINGLE:
+    if whole is None or whole.is_normal or len(state.clients) > tol.SINGLE_CLIENTS:
         posterior = whole.posterior if whole is not None and whole.is_normal else None
         points = _of_gaussian(q) if posterior is None else posterior.points
         alone = [(clients[name], _factor(clients[name], points, center)) for name in client_ids]
         return [_without_one(*one, q, posterior, points, points) for one in alone]
-    points, scramble, log_proposal = _weigh.candidates_about(whole, _SINGLE)
+    points, scramble, log_proposal = _weigh.candidates_about(whole, tol.SINGLE_POINTS)
     factors = {name: factor(clients[name], points, center, state.prior_share) for name in state.clients}
     total = np.sum([one.values for one in factors.values()], axis=0) + gaussian.log_kernel(whole.about.prior, points)
     posterior = weigh_points(q, points, scramble, total - gaussian.log_kernel(q, points), log_proposal)
@@ -430,7 +439,7 @@ def _conclusion(state: SumsState, client_id: str) -> Message:
     """q, and points of the posterior, from which a client draws its own."""
     q, posterior = _q(state), _weighted_points(state)
     if posterior is None:
-        points, weights = _of_gaussian(q), np.full(_DRAWN, 1.0 / _DRAWN)
+        points, weights = _of_gaussian(q), np.full(tol.GAUSSIAN_DRAWS, 1.0 / tol.GAUSSIAN_DRAWS)
     else:
         is_some = posterior.weights > 0
         points, weights = posterior.points[is_some], posterior.weights[is_some]
@@ -439,15 +448,15 @@ def _conclusion(state: SumsState, client_id: str) -> Message:
 
 
 def _of_gaussian(q: Gaussian) -> Array:
-    mean, root = gaussian.affine(q if gaussian.is_proper(q) else gaussian.repair(q, 1e-6)[0])
-    return np.asarray(mean + whitened_points(len(mean), _DRAWN, 0)[:_DRAWN] @ root.T)
+    mean, root = gaussian.affine(q if gaussian.is_proper(q) else gaussian.repair(q, tol.REPAIRED)[0])
+    return np.asarray(mean + whitened_points(len(mean), tol.GAUSSIAN_DRAWS, 0)[: tol.GAUSSIAN_DRAWS] @ root.T)
 
 
 def _details(state: SumsState) -> contracts.Details:
     posterior = state.phase.posterior if isinstance(state.phase, Weighed) else None
     if posterior is None:
         return {}
-    return {"skewness": (("rows",), skewness(posterior.points, posterior.weights, _MADE_UP))}
+    return {"skewness": (("rows",), skewness(posterior.points, posterior.weights, tol.MADE_UP))}
 
 
 # The posterior without one client, from weighted points of the whole posterior and the client's log f_k there ---
@@ -457,7 +466,6 @@ def _details(state: SumsState) -> contracts.Details:
 
 logger = logging.getLogger(__name__)
 
-_FLATTENED = (1.0, 0.5, 0.25)  # powers of the weights with which a site is fitted, until enough points count
 _UNKNOWN = LogEvidence(np.nan, np.nan)
 
 
@@ -471,7 +479,7 @@ def _without_one(
     """
     weights = np.full(len(points), 1.0 / len(points)) if posterior is None else posterior.weights
     has_value = np.isfinite(values.values)
-    if not gaussian.is_proper(q) or weights @ has_value < 1.0 - MOST_LOST:
+    if not gaussian.is_proper(q) or weights @ has_value < 1.0 - common.MOST_LOST:
         return WithoutClient(gaussian.quotient(q, q), None, _UNKNOWN)
     cavity = gaussian.quotient(q, _site(q, points[has_value], weights[has_value], values.values[has_value]))
     if posterior is None:
@@ -512,8 +520,10 @@ def _site(q: Gaussian, points: Array, weights: Array, values: Array) -> Gaussian
     """The quadratic in φ that is nearest to log f_k under the weights, as EP's site is nearly."""
     center, root = gaussian.affine(q)
     design = quadratic_terms(whitened(points, center, root))
-    flat = (normalise(power * _log(weights)) for power in _FLATTENED)
-    counted = next((power for power in flat if effective_size(power) >= 2 * design.shape[1]), weights)
+    flat = (normalise(power * _log(weights)) for power in tol.FLATTENED)
+    counted = next(
+        (power for power in flat if effective_size(power) >= common.QUADRATIC_POINTS * design.shape[1]), weights
+    )
     scale = np.sqrt(counted)
     coefficients = np.linalg.lstsq(design * scale[:, None], (values - counted @ values) * scale)[0]
     return gaussian_of(np.asarray(coefficients, dtype=float), center, root)
@@ -522,7 +532,7 @@ def _site(q: Gaussian, points: Array, weights: Array, values: Array) -> Gaussian
 def _spread(logs: tuple[Array, Array, Array, Array], scramble: NDArray[np.intp]) -> float:
     """Standard error of the log of the first two sums' ratio over that of the last two, by leaving scrambles out."""
     ratios = []
-    for left_out in range(SCRAMBLES):
+    for left_out in range(common.SCRAMBLES):
         above, beside, below, control = (np.logaddexp.reduce(part[scramble != left_out]) for part in logs)
         ratios.append(above - beside - (below - control))
     return float(jackknife(np.array(ratios)))

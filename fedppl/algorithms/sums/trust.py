@@ -13,32 +13,18 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl import gaussian
+from fedppl.algorithms import tolerances as tol
 from fedppl.algorithms.sums import phases
-from fedppl.algorithms.sums.phases import BY_CHANCE, MOST_DRAWS, Draws, Estimate, Unit, Weighed, Weighing
+from fedppl.algorithms.sums.phases import Draws, Estimate, Unit, Weighed, Weighing
 from fedppl.numerics import importance
+from fedppl.numerics import tolerances as common
 from fedppl.numerics.coordinates import log_slope, to_phi
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
 from fedppl.numerics.proposals import has_heavy_tails
 from fedppl.numerics.reweighting import Reweighted, second_k
 from fedppl.numerics.surrogate import Drawn, Surrogate
-from fedppl.numerics.tolerances import MANY, MOST_ERROR, MOST_LOST, MOST_NOISE, MOST_SECOND_K, SCRAMBLES
 from fedppl.types import Array, as_declared
 
-DEFENCE = 0.25  # share of a stage's points that are candidates as they come, whatever the surrogate
-BY_DRAWS = 0.008  # posterior sds, of a mean or an sd, that draws of a surrogate may be off by before there are more
-_STAGES, _MORE_STAGES = 6, 8  # at most; and where more points would do
-_WORTH = 1.0  # posterior sds that moments of a stalled fit may be off by: the Gaussian of the search is better then
-_NEAR = 2.0  # times as large as it may be, an error of which two more stages are expected to leave little enough
-_ENOUGH = 0.012  # error of a mean or an sd, in posterior sds, with which no further stage is asked for
-_ENOUGH_DECLARED = 0.016  # the same on the scales that variables are declared on
-_MOST_OFF = 6.0  # standard errors by which moments of draws may be off to be put right by weights
-_PUT_RIGHT = 0.1  # posterior sds that they may be off by at least, where enough points are effective to tell
-_MOST_OF_MANY = 0.03  # standard error of many moments, of which the largest error is some times that
-_EFFECTIVE, _LEAST = 0.3, 0.1  # share of a stage's points: without another stage, and to be trusted at all
-_EVEN = 0.95  # effective share of points whose weights have no tail to speak of
-_NOTHING, _FAR_OUT = 1e-20, 100.0  # weight of a draw that adds to no moment; of φ, whose exponential is 1e43
-_FAR_OFF = 50.0  # log units by which a surrogate's integral may exceed the largest weight; no converged fit comes near
-_MOVED = 0.05  # posterior sds by which errors of clients' values may move a mean or a log sd
 _BY_NUTS = "take a Gaussian by fedppl.EP(local=fedppl.local.NUTS(draws=4000))"
 
 
@@ -85,24 +71,28 @@ def judged(
     state = state._replace(shape=state.shape._replace(estimates=(*state.shape.estimates, of_stage)))
     errors = _errors(state, posterior, weights)
     tail = second_k(weights.posterior, state.batch.u, weights.posterior)
-    sure = weights.effective > _EVEN or (
-        weights.pareto_k <= importance.limit(len(weights.posterior)) and tail <= MOST_SECOND_K
+    sure = weights.effective > tol.EVEN or (
+        weights.pareto_k <= importance.limit(len(weights.posterior)) and tail <= common.MOST_SECOND_K
     )
     largest, most = max(errors.error, errors.grown), _most_error(state)
     chance = errors.on_declared.chance
-    trusted = sure and largest <= most and chance <= MOST_ERROR and weights.effective >= _LEAST
+    trusted = sure and largest <= most and chance <= common.MOST_ERROR and weights.effective >= tol.LEAST_EFFECTIVE
     noise, moved = float(np.sqrt(weights.posterior @ squares)), _moved(state, weights, signed, squares)
     # With more points at which θ is integrated, the residuals at the others are predicted better.
-    is_told = noise <= MOST_NOISE and moved <= _MOVED
-    is_small = largest <= _ENOUGH and chance <= _ENOUGH_DECLARED and weights.effective >= _EFFECTIVE
+    is_told = noise <= common.MOST_NOISE and moved <= tol.MOVED
+    is_small = largest <= tol.ENOUGH and chance <= tol.ENOUGH_DECLARED and weights.effective >= tol.EFFECTIVE
     enough = trusted and is_told and is_small and not (errors.heavy and not state.shape.outer)
-    is_near = largest <= _NEAR * most and chance <= _NEAR * MOST_ERROR and weights.effective >= _LEAST
+    is_near = (
+        largest <= tol.NEARLY * most
+        and chance <= tol.NEARLY * common.MOST_ERROR
+        and weights.effective >= tol.LEAST_EFFECTIVE
+    )
     more_would_do = not trusted and is_told and is_near
-    if not enough and state.stage < (_MORE_STAGES if more_would_do else _STAGES):
+    if not enough and state.stage < (tol.MORE_STAGES if more_would_do else tol.STAGES):
         return state, ""
     if trusted:
         posterior, error, by_draws = _put_right(state, through, posterior, errors, stream)
-        trusted = max(error, by_draws) <= MOST_ERROR
+        trusted = max(error, by_draws) <= common.MOST_ERROR
     else:
         error, by_draws = _with_declared(errors.error, errors.on_declared), phases.chance_of_draws(posterior)
     lost = float(np.mean(~np.isfinite(phases.values_of_batch(state))))
@@ -110,9 +100,9 @@ def judged(
     problems = (
         (trusted, _not_known(state, posterior, weights, weighted, errors.grown, remedy)),
         (
-            lost <= MOST_LOST,
-            f"at {lost:.1%} of the points (at most {MOST_LOST:.0%}) a client has no log density, so that means and sds "
-            f"may be wrong: declare the model so that it has a smooth density everywhere, or {_BY_NUTS}",
+            lost <= common.MOST_LOST,
+            f"at {lost:.1%} of the points (at most {common.MOST_LOST:.0%}) a client has no log density, so that means "
+            f"and sds may be wrong: declare the model so that it has a smooth density everywhere, or {_BY_NUTS}",
         ),
         (
             is_told,
@@ -122,7 +112,7 @@ def judged(
     )
     message = "; ".join(text for is_well, text in problems if not is_well)
     about = state.about
-    if trusted or max(error, by_draws) <= _WORTH:
+    if trusted or max(error, by_draws) <= tol.WORTH:
         about = about._replace(q=gaussian.from_moments(weighted.mean, weighted.covariance))
     return Weighed(about, state.evaluated, state.shape, weighted, False, not message), message
 
@@ -140,10 +130,13 @@ def _errors(state: Weighing, posterior: Drawn, weights: _Weights) -> _Errors:
     (chance, differ), on_declared = off = _compared(state, posterior, estimate)
     # A surrogate that is off by more than chance is put right by the weights; else it is the better of the two.
     is_off = any(
-        one.differ > max(min(BY_CHANCE * one.chance, MOST_ERROR), enough)
-        for one, enough in zip(off, (_ENOUGH, _ENOUGH_DECLARED), strict=True)
+        one.differ > max(min(tol.BY_CHANCE * one.chance, common.MOST_ERROR), enough)
+        for one, enough in zip(off, (tol.ENOUGH, tol.ENOUGH_DECLARED), strict=True)
     )
-    may_be_off = max(_MOST_OFF * max(chance, 0.2 * _ENOUGH), _PUT_RIGHT if weights.effective >= _EFFECTIVE else 0.0)
+    may_be_off = max(
+        tol.MOST_OFF * max(chance, tol.LEAST_CHANCE * tol.ENOUGH),
+        tol.PUT_RIGHT if weights.effective >= tol.EFFECTIVE else 0.0,
+    )
     return _Errors(
         estimate,
         heavy,
@@ -160,8 +153,8 @@ def _put_right(
 ) -> tuple[Drawn, float, float]:
     """Draws with the moments of the estimate, their error, and what of it is their number's."""
     by_draws, error, on_declared = phases.chance_of_draws(posterior), errors.error, errors.on_declared
-    if by_draws > BY_DRAWS:
-        more = phases.draws_of(state, through, posterior.mean, posterior.covariance, MOST_DRAWS, stream)
+    if by_draws > tol.BY_DRAWS:
+        more = phases.draws_of(state, through, posterior.mean, posterior.covariance, tol.MOST_SURROGATE_DRAWS, stream)
         pairs = (posterior, by_draws), (more, phases.chance_of_draws(more))
         posterior, by_draws = min(pairs, key=lambda pair: pair[1])
     if errors.is_off:
@@ -174,7 +167,7 @@ def _put_right(
 
 def _with_declared(error: float, on_declared: _Off) -> float:
     """The larger of an error and that on the scales that variables are declared on."""
-    off = on_declared.differ if on_declared.differ > BY_CHANCE * on_declared.chance else 0.0
+    off = on_declared.differ if on_declared.differ > tol.BY_CHANCE * on_declared.chance else 0.0
     return max(error, on_declared.chance, off)
 
 
@@ -203,7 +196,7 @@ def _weights(state: Weighing) -> _Weights:
     assert state.draws is not None
     batch, values = state.batch, phases.values_of_batch(state)
     mixture = np.logaddexp(
-        np.log(1.0 - DEFENCE) + batch.log_drawn - state.draws.log_integral, np.log(DEFENCE) + batch.log_density
+        np.log(1.0 - tol.DEFENCE) + batch.log_drawn - state.draws.log_integral, np.log(tol.DEFENCE) + batch.log_density
     )
     is_drawn = batch.times > 0
     raw = np.where(is_drawn & np.isfinite(values), values - mixture, -np.inf)
@@ -246,7 +239,7 @@ def _estimate(state: Weighing, weights: _Weights) -> Estimate:
         expected = before / before.sum() @ of_surrogate - control / control.sum() @ of_batch
         return np.asarray(added / added.sum() @ of_batch + coefficients * expected)
 
-    each = np.stack([without(scramble) for scramble in range(SCRAMBLES)])
+    each = np.stack([without(scramble) for scramble in range(common.SCRAMBLES)])
     return Estimate(without(-1), each, weights.effective * float(state.batch.times.sum()))  # without none
 
 
@@ -276,7 +269,7 @@ def _reweighted(state: Weighing, posterior: Drawn, weights: _Weights, error: flo
     by_weights, chance = _log_integral(state, weights)
     log_integral = by_weights if abs(by_weights - posterior.log_integral) > chance else posterior.log_integral
     of_q = gaussian.log_density(q, phi) + log_slope(phi, state.shape.coordinates) - posterior.log_proposal
-    has_tail = weights.effective <= _EVEN
+    has_tail = weights.effective <= tol.EVEN
     return Reweighted(
         points=phi,
         weights=posterior.weights,
@@ -297,7 +290,7 @@ def _reweighted(state: Weighing, posterior: Drawn, weights: _Weights, error: flo
 
 def with_weight(of: Drawn, phi: Array) -> Drawn:
     """Draws but those far out without weight, whose scales may be beyond all numbers, and so is nothing times these."""
-    some = (of.weights > _NOTHING) | np.all(np.abs(phi) < _FAR_OUT, axis=1)
+    some = (of.weights > tol.NO_WEIGHT) | np.all(np.abs(phi) < common.MOST_LOG, axis=1)
     u, log_proposal, log_density, weights, scramble = (part[some] for part in of[:5])
     return Drawn(u, log_proposal, log_density, weights / weights.sum(), scramble, *of[5:])
 
@@ -313,14 +306,14 @@ def _log_integral(state: Weighing, weights: _Weights) -> tuple[float, float]:
     shift = max(float(np.max(logs)) for logs in (weights.logs, weights.control_logs))
     each = np.stack([np.exp(logs - shift) for logs in (weights.logs, weights.control_logs)]) / np.maximum(times, 1.0)
     w, c = each - (each @ times / times.sum())[:, None]
-    beta = float(np.clip(times @ (w * c) / max(times @ c**2, 1e-300), 0.0, 1.0))
-    known = np.exp(min(of.posterior.log_integral - shift, _FAR_OFF))
+    beta = float(np.clip(times @ (w * c) / max(times @ c**2, tol.ABOVE_ZERO), 0.0, 1.0))
+    known = np.exp(min(of.posterior.log_integral - shift, tol.FAR_OFF))
 
     def by(kept: Array, beta: float) -> float:
         mean, control = each @ kept / kept.sum()
         return float(mean - beta * (control - known))
 
-    without = [np.where(state.batch.scramble == one, 0.0, times) for one in range(SCRAMBLES)]
+    without = [np.where(state.batch.scramble == one, 0.0, times) for one in range(common.SCRAMBLES)]
     beta = beta if min(by(kept, beta) for kept in (times, *without)) > 0.0 else 0.0
     by_chance = float(importance.jackknife(np.log([by(kept, beta) for kept in without])))
     errors = by_chance, beta * of.posterior.log_integral_error, (1.0 - beta) * of.log_integral_error
@@ -344,7 +337,7 @@ def _moved(state: Weighing, weights: _Weights, signed: Array, squares: Array) ->
 
 def _most_error(state: Weighing) -> float:
     """Standard error with which moments are trusted; of many coordinates the largest of all errors counts."""
-    return MOST_ERROR if len(state.about.labels) < MANY else _MOST_OF_MANY
+    return common.MOST_ERROR if len(state.about.labels) < common.MANY else tol.MOST_OF_MANY
 
 
 def _not_known(
@@ -360,11 +353,14 @@ def _not_known(
             f"few points decide alone (Pareto k {weights.pareto_k:.2f}, at most {most_k:.2f})",
         ),
         (
-            weighted.second_k <= MOST_SECOND_K,
-            f"tails are not reached (Pareto k {weighted.second_k:.2f}, at most {MOST_SECOND_K:g})",
+            weighted.second_k <= common.MOST_SECOND_K,
+            f"tails are not reached (Pareto k {weighted.second_k:.2f}, at most {common.MOST_SECOND_K:g})",
         ),
         (weighted.error <= most, f"an error of {weighted.error:.2g} sds (at most {most:g})"),
-        (weights.effective >= _LEAST, f"{weights.effective:.0%} of the points are effective (at least {_LEAST:.0%})"),
+        (
+            weights.effective >= tol.LEAST_EFFECTIVE,
+            f"{weights.effective:.0%} of the points are effective (at least {tol.LEAST_EFFECTIVE:.0%})",
+        ),
         (grown <= most, f"an sd that last changed by {np.expm1(grown):.0%}, along a heavy tail"),
     )
     reasons = ", ".join(text for is_well, text in checks if not is_well)

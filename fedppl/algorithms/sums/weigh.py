@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 
 from fedppl import gaussian
+from fedppl.algorithms import tolerances as tol
 from fedppl.algorithms.sums import phases
 from fedppl.algorithms.sums.phases import (
     About,
@@ -29,8 +30,9 @@ from fedppl.algorithms.sums.phases import (
     Weighed,
     Weighing,
 )
-from fedppl.algorithms.sums.trust import BY_DRAWS, DEFENCE, judged, nowhere
+from fedppl.algorithms.sums.trust import judged, nowhere
 from fedppl.numerics import importance, surrogate
+from fedppl.numerics import tolerances as common
 from fedppl.numerics.coordinates import (
     Coordinates,
     Places,
@@ -48,21 +50,7 @@ from fedppl.numerics.proposals import Proposal, beyond, propose, whitened
 from fedppl.numerics.reweighting import Reweighted
 from fedppl.numerics.streams import standard_normal
 from fedppl.numerics.surrogate import Drawn, Surrogate
-from fedppl.numerics.tolerances import EACH_TELLS, MANY, MOST_FOLDED, ROOM, SCRAMBLES, WIDER
 from fedppl.types import Array
-
-_CANDIDATES = 512  # of a scramble, from which a batch is chosen
-_SKEWED = -0.35  # skewness of a scale's logarithm from which the scale itself is the coordinate
-_GAINED = 0.03  # log units a point by which locations are to be more normal in other coordinates
-_PILOTS = 2
-_LATE = 3  # stage from which an error is not one of few points above all
-_HEAVY = 5.0  # kurtosis from which points are drawn more often in a tail; 3 of a normal
-_CLOSE = 0.1  # share of the posterior's covariance in that of the draws that have most of a second moment
-_COPIES = 0.2  # effective share of candidates below which draws are moved on
-_STEPS = 24  # by which they are moved
-_APART = 1000  # between the streams of pilots and stages
-_NORMALS = 512  # draws of a scramble of a normal posterior
-_NORMAL = 1e-6  # log units, residual of a quadratic through all values where the posterior is normal
 
 
 class Tails(NamedTuple):
@@ -85,7 +73,7 @@ def begin(about: About, count: int, stream: int, stencil: tuple[Integrated, Arra
         values = laplace + integrated.residuals
         evaluated = evaluated._replace(points=integrated.points, laplace=laplace, values=values, integrated=integrated)
     # its values have to tell a quadratic in all coordinates
-    count = -(-max(count, (m + 1) * (m + 2)) // SCRAMBLES)
+    count = -(-max(count, common.QUADRATIC_POINTS * (m + 1) * (m + 2) // 2) // common.SCRAMBLES)
     mean, covariance = gaussian.mean(about.q), gaussian.covariance(about.q)
     return Weighing(
         about,
@@ -105,7 +93,12 @@ def _nothing(m: int) -> Evaluated:
 
 
 def _of_candidates(
-    mean: Array, covariance: Array, coordinates: Coordinates, per_scramble: int, stream: int, wide: float = 0.5
+    mean: Array,
+    covariance: Array,
+    coordinates: Coordinates,
+    per_scramble: int,
+    stream: int,
+    wide: float = tol.PLAIN_WIDE,
 ) -> Batch:
     at = surrogate.candidates(surrogate.mixture(mean, covariance, per_scramble, wide), coordinates.folded, stream)
     ones = np.ones(len(at.u))
@@ -181,7 +174,7 @@ def with_more_integrated(state: Weighing) -> Weighing:
     evaluated = evaluated._replace(constants=state.evaluated.constants, is_proper=state.evaluated.is_proper)
     if state.rule == Rule.AT_FEW:
         return state._replace(evaluated=evaluated, rule=Rule.ROUGHLY)
-    batch = Batch._make(part[::4] for part in state.batch)
+    batch = Batch._make(part[:: tol.EVERYWHERE] for part in state.batch)
     return state._replace(evaluated=evaluated, batch=batch, rule=Rule.EVERYWHERE)
 
 
@@ -213,16 +206,18 @@ def next_stage(
     refolded = _folded_anew(state, posterior, stream)
     if refolded is not None:
         state, through, posterior = refolded
-    outer = beyond(posterior.u, posterior.weights, _CANDIDATES)
+    outer = beyond(posterior.u, posterior.weights, tol.STAGE_CANDIDATES)
     tails = _tails(state, posterior)
     farther = _farther(state, tails, posterior)
-    by = surrogate.mixture(posterior.mean, posterior.covariance, _CANDIDATES, 0.25, (*outer, *farther))
+    by = surrogate.mixture(
+        posterior.mean, posterior.covariance, tol.STAGE_CANDIDATES, tol.STAGE_WIDE, (*outer, *farther)
+    )
     # Of another stream than the draws that stand for the posterior, which are nearly the same from stage to stage.
     another, folded = stream + 1 + state.stage, state.shape.coordinates.folded
     drawn = candidates = surrogate.drawn(through, by, folded, another)
     if _are_copies(candidates):
-        drawn = surrogate.walked(through, posterior, folded, _STEPS // 4, another)
-    count *= 2 ** max(0, state.stage - 1)
+        drawn = surrogate.walked(through, posterior, folded, tol.SHORT_WALK, another)
+    count *= tol.STAGE_GROWTH ** max(0, state.stage - 1)
     probes = _probes(posterior, state.shape.coordinates, phases.effort_of(state).probes)
     parts = _chosen(state, candidates, drawn, by, tails, count), probes
     after = state._replace(
@@ -241,22 +236,22 @@ def _as_normal(state: Weighing) -> Weighed | None:
     center, root = gaussian.affine(state.about.q)
     z = whitened(points, center, root)
     terms = quadratic_terms(z)
-    if len(terms) < 2 * terms.shape[1]:
+    if len(terms) < common.QUADRATIC_POINTS * terms.shape[1]:
         return None
     scale = 1.0 / (1.0 + np.sum(z**2, axis=1))  # far points have large values, and large rounding
     coefficients = np.linalg.lstsq(terms * scale[:, None], values * scale, rcond=None)[0]
     off = float(np.max(np.abs((terms @ coefficients - values) * scale)))
     q = phases.gaussian_of(coefficients, center, root)
-    if not off <= _NORMAL or not gaussian.is_proper(q):
+    if not off <= tol.NORMAL_RESIDUAL or not gaussian.is_proper(q):
         return None
     mean, colour = gaussian.affine(q)
-    draws = mean + standard_normal(len(mean), _NORMALS, 0, SCRAMBLES) @ colour.T
+    draws = mean + standard_normal(len(mean), tol.NORMAL_DRAWS, 0, common.SCRAMBLES) @ colour.T
     equal = np.full(len(draws), 1.0 / len(draws))
     posterior = Reweighted(
         points=draws,
         weights=equal,
         of_q=equal,
-        scramble=np.repeat(np.arange(SCRAMBLES), _NORMALS),
+        scramble=np.repeat(np.arange(common.SCRAMBLES), tol.NORMAL_DRAWS),
         mean=gaussian.mean(q),
         covariance=gaussian.covariance(q),
         log_ratio=float(np.median(values - gaussian.log_kernel(q, points))),  # what q's kernel leaves of the density
@@ -284,7 +279,7 @@ def _after_pilot(state: Weighing) -> tuple[Weighing, Array, Array]:
     u = of_phi(points, coordinates)
     moments, wide = weighted_moments(u, weights), weighted_moments(u, np.full(len(u), 1.0 / len(u)))
     kept = importance.telling(weights, len(moments.mean))
-    covariance = kept * moments.covariance + (1.0 - kept) * wide.covariance / WIDER
+    covariance = kept * moments.covariance + (1.0 - kept) * wide.covariance / common.WIDER
     return _with_shape(state, coordinates, u, weights, state.shape.outer), moments.mean, covariance
 
 
@@ -301,21 +296,21 @@ def _draws(state: Weighing, through: Surrogate, mean: Array, covariance: Array, 
     by = functools.partial(phases.draws_of, state, through, mean, covariance, stream=stream)
     count = phases.effort_of(state).draws
     few = by(count)
-    is_short = state.stage >= _LATE or effective_size(few.weights) < EACH_TELLS * len(mean)
+    is_short = state.stage >= tol.LATE or effective_size(few.weights) < common.EACH_TELLS * len(mean)
     if is_short and _are_copies(few):
-        many = by(phases.MOST_DRAWS)
-        if effective_size(many.weights) >= 2.0 * len(mean):  # fewer draws lie in a plane, and stay there
-            return surrogate.walked(through, many, state.shape.coordinates.folded, _STEPS, stream)
-    off = 0.0 if state.stage < _LATE or count == phases.MOST_DRAWS else phases.chance_of_draws(few)
-    if off <= BY_DRAWS:
+        many = by(tol.MOST_SURROGATE_DRAWS)
+        if effective_size(many.weights) >= tol.PLANE * len(mean):  # fewer draws lie in a plane, and stay there
+            return surrogate.walked(through, many, state.shape.coordinates.folded, tol.WALK_STEPS, stream)
+    off = 0.0 if state.stage < tol.LATE or count == tol.MOST_SURROGATE_DRAWS else phases.chance_of_draws(few)
+    if off <= tol.BY_DRAWS:
         return few
     # NaN where one scramble has all the weight
-    return by(int(np.fmin(count * (off / BY_DRAWS) ** 2, phases.MOST_DRAWS)))
+    return by(int(np.fmin(count * (off / tol.BY_DRAWS) ** 2, tol.MOST_SURROGATE_DRAWS)))
 
 
 def _are_copies(of: Drawn) -> bool:
     """Whether few candidates have nearly all of the weight, so that draws are copies and have to be moved on."""
-    return len(of.mean) >= MANY and effective_size(of.weights) < _COPIES * len(of.weights)
+    return len(of.mean) >= common.MANY and effective_size(of.weights) < tol.COPIES * len(of.weights)
 
 
 def _scales(state: Weighing, points: Array, weights: Array) -> Places:
@@ -326,8 +321,8 @@ def _scales(state: Weighing, points: Array, weights: Array) -> Places:
     """
     folded, skewed = state.shape.coordinates.folded, skewness(points, weights)
     others = [i for i, label in enumerate(state.about.labels) if "_log__" in label and i not in folded]
-    added = [i for i in others if skewed[i] < _SKEWED and not phases.widens(points, weights, i)]
-    most_skewed = sorted(added, key=lambda i: skewed[i])[: MOST_FOLDED - len(folded)]
+    added = [i for i in others if skewed[i] < tol.SKEWED_SCALE and not phases.widens(points, weights, i)]
+    most_skewed = sorted(added, key=lambda i: skewed[i])[: common.MOST_FOLDED - len(folded)]
     return np.sort(np.array([*folded, *most_skewed], dtype=np.intp))
 
 
@@ -335,11 +330,11 @@ def _folded_anew(state: Weighing, posterior: Drawn, stream: int) -> tuple[Weighi
     """The same values in coordinates with more scales, or stretched otherwise; None where they should stay."""
     phi = to_phi(posterior.u, state.shape.coordinates)
     folded, stretch = _scales(state, phi, posterior.weights), state.shape.coordinates.stretch
-    if state.stage < _LATE:
+    if state.stage < tol.LATE:
         other = stretch_of(state.about.labels, phi, posterior.weights)
         places = np.union1d(stretch.places, other.places)
         apart, closer = (misfit(phi, posterior.weights, one, places) for one in (stretch, other))
-        stretch = other if len(places) and apart - closer > _GAINED else stretch
+        stretch = other if len(places) and apart - closer > tol.MORE_NORMAL else stretch
     if len(folded) == len(state.shape.coordinates.folded) and stretch is state.shape.coordinates.stretch:
         return None
     coordinates = coordinates_of(state.about.labels, folded, posterior.weights @ phi, stretch)
@@ -363,16 +358,18 @@ def _fitted(
         return None, mean, covariance
     mean, covariance = surrogate.moments_of(through, mean, covariance, coordinates.folded, stream)
     drawn = _draws(state, through, mean, covariance, stream)
-    is_told = effective_size(drawn.weights) >= EACH_TELLS * len(mean)
+    is_told = effective_size(drawn.weights) >= common.EACH_TELLS * len(mean)
     return (through, drawn) if is_told else None, mean, covariance
 
 
 def _again(state: Weighing, mean: Array, covariance: Array, count: int, stream: int) -> tuple[Weighing | Weighed, str]:
     """Another pilot about the moments so far."""
-    if state.pilots >= _PILOTS:
+    if state.pilots >= tol.PILOTS:
         return nowhere(state)
-    per_scramble = max(2, count // SCRAMBLES)
-    batch = _of_candidates(mean, covariance, state.shape.coordinates, per_scramble, stream + _APART + state.pilots)
+    per_scramble = max(tol.FEWEST_OF_SCRAMBLE, count // common.SCRAMBLES)
+    batch = _of_candidates(
+        mean, covariance, state.shape.coordinates, per_scramble, stream + tol.PILOT_STREAMS + state.pilots
+    )
     return state._replace(batch=batch, draws=None, stage=0, pilots=state.pilots + 1), ""
 
 
@@ -381,8 +378,8 @@ def _tails(state: Weighing, of: Drawn) -> Tails:
     x = phases.all_scales(state, of.u)
     center = of.weights @ x
     squares = (x - center) ** 2
-    variances = np.maximum(of.weights @ squares, 1e-300)
-    is_heavy = of.weights @ squares**2 > _HEAVY * variances**2
+    variances = np.maximum(of.weights @ squares, tol.ABOVE_ZERO)
+    is_heavy = of.weights @ squares**2 > tol.TAIL_KURTOSIS * variances**2
     return Tails(np.flatnonzero(is_heavy), center, variances)
 
 
@@ -390,10 +387,10 @@ def _farther(state: Weighing, tails: Tails, of: Drawn) -> tuple[Proposal, ...]:
     """A t about the draws weighted by squares along heavy tails: where most of an sd comes from."""
     if not len(tails.places):
         return ()
-    logs = np.log(np.maximum(of.weights, 1e-300)) + _log_squares(state, tails, of.u)
+    logs = np.log(np.maximum(of.weights, tol.ABOVE_ZERO)) + _log_squares(state, tails, of.u)
     moments = weighted_moments(of.u, normalise(logs))
-    covariance = moments.covariance + _CLOSE * of.covariance  # few draws have most of the squares
-    return (propose(moments.mean, ROOM * covariance, 1),)
+    covariance = moments.covariance + common.RIDGE_OF_TAIL * of.covariance  # few draws have most of the squares
+    return (propose(moments.mean, common.ROOM * covariance, 1),)
 
 
 def _log_tilt(state: Weighing, tails: Tails, u: Array) -> Array:
@@ -410,14 +407,14 @@ def _log_squares(state: Weighing, tails: Tails, u: Array) -> Array:
     """Log of the mean squared distance along heavy tails, in variances."""
     x = phases.all_scales(state, u)[:, tails.places]
     squares = (x - tails.center[tails.places]) ** 2 / tails.variances[tails.places]
-    return np.asarray(np.log(np.maximum(np.mean(squares, axis=1), 1e-300)))
+    return np.asarray(np.log(np.maximum(np.mean(squares, axis=1), tol.ABOVE_ZERO)))
 
 
 def _chosen(state: Weighing, candidates: Drawn, of: Drawn, by: tuple[Proposal, ...], tails: Tails, count: int) -> Batch:
     """Draws of the surrogate, more of them in heavy tails, by systematic resampling by scrambles; and candidates."""
     # Of a scramble at least two draws, and a candidate as it comes.
-    coordinates, each = state.shape.coordinates, max(3, count // SCRAMBLES)
-    defensive = max(1, min(int(DEFENCE * each), len(candidates.u) // SCRAMBLES))
+    coordinates, each = state.shape.coordinates, max(tol.FEWEST_OF_SCRAMBLE + 1, count // common.SCRAMBLES)
+    defensive = max(1, min(int(tol.DEFENCE * each), len(candidates.u) // common.SCRAMBLES))
     tilt = _log_tilt(state, tails, of.u)
     log_mean = float(np.log(of.weights @ np.exp(tilt)))
     tilted = of._replace(weights=of.weights * np.exp(tilt - log_mean))
@@ -449,7 +446,7 @@ def candidates_about(state: Weighed, per_scramble: int) -> tuple[Array, NDArray[
     assert state.posterior is not None
     u = of_phi(state.posterior.points, state.shape.coordinates)
     moments = weighted_moments(u, state.posterior.weights)
-    by = surrogate.mixture(moments.mean, moments.covariance, per_scramble, 0.5, state.shape.far)
+    by = surrogate.mixture(moments.mean, moments.covariance, per_scramble, tol.PLAIN_WIDE, state.shape.far)
     at = surrogate.candidates(by, state.shape.coordinates.folded, 0)
     phi = to_phi(at.u, state.shape.coordinates)
     return phi, at.scramble, np.asarray(at.log_density - log_slope(phi, state.shape.coordinates))
