@@ -72,7 +72,7 @@ def figure(table: list[tuple[str, int, float, float, Any]], path: Path) -> None:
     middle = np.array([row["mean"] for *_, row in table])
     low, high = (np.array([row[end] for *_, row in table]) for end in ("ci_low", "ci_high"))
     canvas, axis = plt.subplots(figsize=(6.5, 4.5), layout="constrained")
-    axis.errorbar(middle, place, xerr=[middle - low, high - middle], fmt="o", label="federated, 90 % interval")
+    axis.errorbar(middle, place, xerr=[middle - low, high - middle], fmt="o", label="federated, 95 % interval")
     axis.plot([row[3] for row in table], place, "x", color="tab:red", label="alone")
     axis.plot([row[2] for row in table], place, "|", color="black", markersize=14, label="truth")
     axis.set_yticks(place, [f"{name} ({patients})" for name, patients, *_ in table])
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in names:  # each hospital draws its own posterior from q(φ) and its own patients
         tests = fedppl.hypotheses(fit.client(name), var_names=["theta"])
         table.append((name, len(clients[name]["y"]), truth[name][1], alone(clients[name])[1], tests.loc["theta[dose]"]))
-    print("\nDose effect (mmHg per 10 mg)   truth   alone   federated (90 % interval)")
+    print("\nDose effect (mmHg per 10 mg)   truth   alone   federated (95 % interval)")
     for name, patients, true, own, row in table[:4]:
         interval = f"({row['ci_low']:.1f} to {row['ci_high']:.1f})"
         print(f"{name:12}{patients:4d} patients{true:13.1f}{own:8.1f}{row['mean']:8.1f} {interval}")

@@ -14,7 +14,7 @@ import itertools
 import numbers
 import os
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -468,10 +468,10 @@ def require_ids(clients: Mapping[Any, Any]) -> None:
         parts, text = client_id if isinstance(client_id, tuple) else (client_id,), str(client_id).strip()
         is_odd = not text or any(unicodedata.category(sign) in ("Cc", "Cs") for sign in str(client_id))
         if is_odd or any(is_missing(part) or isinstance(part, bytes | frozenset) for part in parts):
-            rule = "a text without control characters, a number, or a tuple of these"
+            rule = "a text (not empty, no control characters), a number, or a tuple of these"
             raise DataError(f"a client's id is {client_id!r}; name the client by {rule}, or drop its rows.")
         if (other := by_text.setdefault(text, client_id)) is not client_id:
-            raise DataError(f"client ids {other!r} and {client_id!r} are not distinct, blanks aside; rename one.")
+            raise DataError(f"client ids {other!r} and {client_id!r} are not distinct as texts; rename one.")
 
 
 def is_missing(value: Any) -> bool:
@@ -494,7 +494,7 @@ def keys_of(by: Any, known: Sequence[Any], index: Iterable[Any] = ()) -> list[An
     try:
         set(keys)
     except TypeError as error:  # arrays and Series
-        kind = type(keys[0]).__name__
+        kind = next(type(key).__name__ for key in keys if not isinstance(key, Hashable))
         raise DataError(f"by= is of type {kind}; put the values into a column, and pass its name.") from error
     if absent := [key for key in keys if key not in known]:
         lower = {str(name).casefold(): name for name in reversed(known)}

@@ -233,8 +233,9 @@ def _other_labels(layout: Layout, ours: Mapping[str, list[Any]], theirs: Mapping
     for dim in sorted({dim for variable in layout.variables for dim in variable.dims or () if dim}):
         if dim in ours and dim in theirs and ours[dim] != theirs[dim]:
             with reading("'coords'"):
-                pairs = enumerate(zip_longest(ours[dim], theirs[dim], fillvalue="nothing"))
-                k, mine, other = next((k, brief(mine), brief(other)) for k, (mine, other) in pairs if mine != other)
+                pairs = enumerate(zip_longest(ours[dim], theirs[dim]))
+                of_first = ((k, brief(mine), brief(other)) for k, (mine, other) in pairs if mine != other)
+                k, mine, other = next(of_first, (0, "of a list", f"of a {type(theirs[dim]).__name__}"))
             remedy = "give the columns of the data one order, and coords one order, everywhere"
             return f"its dim {dim!r} has label {other!r} in place {k}, at {SERVER} it is {mine!r}: {remedy}"
     return None

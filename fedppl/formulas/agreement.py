@@ -230,7 +230,9 @@ def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bo
         raise DataError(f"no client can send a summary of column {name!r}: {rule}; {remedy}.")
     mean, square = _middle(telling) if middle and len(telling) >= _MEDIANS else _pooled(telling)
     if not square < _LARGEST or (needed and varies and mean != 0 and square < 1 / _LARGEST):
-        raise DataError(f"column {name!r} has the mean square {square:.3g}, which overflows; give it in another unit.")
+        raise DataError(
+            f"column {name!r} has the mean square {square:.3g}, which over- or underflows; give it in another unit."
+        )
     variance = max(square - mean**2, 0.0)
     if not variance > 1e-12 * mean**2:
         if not needed or not varies:

@@ -139,7 +139,7 @@ class Formula:
 
     @property
     def advice(self) -> str:
-        """Advice for a fit that has not converged."""
+        """Advice on columns that may spoil a fit."""
         return "" if self.design is None else "; ".join(far_from_zero(self.design, SUSPECT)[:3])
 
     @property

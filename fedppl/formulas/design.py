@@ -473,7 +473,7 @@ def far_from_zero(design: Design, least: float) -> list[str]:
         for group, group_sum in zip(terms.groups, terms.sums[1:], strict=True):
             if any(_stands_in(name, term, terms) for term in group_sum.terms):
                 of = "/".join(group.factor)
-                why = f"its effects by {of!r} are collinear with the intercept's"
+                why = f"its effects by {of!r} are collinear with the intercept's, and their default prior too narrow"
                 messages.append(f"{far}, so that {why}: write (1 + center({name}) | {of})")
         products = _products(name, terms)
         if products and np.any(design.scale > least * design.left):

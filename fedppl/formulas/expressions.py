@@ -382,7 +382,9 @@ def _require_several(call: ast.Call, name: str, text: str, outermost: bool, cons
     if name == LEVELS and (call.keywords or len(call.args) != 1 or not isinstance(call.args[0], ast.Name)):
         raise DeclarationError(f"{text}: write C(column) alone, and an order as levels={{'column': [...]}}.")
     if not outermost:
-        raise DeclarationError(f"{text} calls {name}(), of several columns; write it as a term of its own.")
+        raise DeclarationError(
+            f"{text} calls {name}(), of several columns; write it as a term of its own, or compute a column."
+        )
     if name == LEVELS:
         return
     given = arguments(call)
@@ -395,7 +397,7 @@ def _require_several(call: ast.Call, name: str, text: str, outermost: bool, cons
             remedy = f"pass constants={{{of_rows[0]!r}: ...}}"
             raise DeclarationError(f"{text} has knots or bounds from {of_rows}, columns of each client; {remedy}.")
         if strange or not set(_AGREED) <= set(given):
-            example = "bs(x, knots=knots, lower_bound=0, upper_bound=90), constants={'knots': [...]}"
+            example = "write bs(x, knots=knots, lower_bound=0, upper_bound=90), constants={'knots': [...]}"
             raise DeclarationError(f"{text} would take its knots and bounds from the rows of each client; {example}.")
     flags = [given[one] for one in _FLAGS if one in given]
     if not all(isinstance(one, ast.Constant) and isinstance(one.value, bool) for one in flags):

@@ -28,8 +28,9 @@ class Scales(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A kind of outcomes."""
+    """A kind of outcomes; copies and pickles are the constant of that name, which code compares by identity."""
 
+    name: str  # of the constant
     rule: str = ""  # for values that are allowed
     holds: Callable[[Array], Any] = np.isfinite
     # made-up values from numbers of rows, mean and sd
@@ -37,14 +38,20 @@ class Outcome(NamedTuple):
     whole: bool = False  # whether values are whole numbers
     scaled: bool = True  # whether priors depend on the mean and sd
 
+    def __reduce__(self) -> str:
+        """The constant's name."""
+        return self.name
 
-REAL = Outcome("finite numbers", example=lambda k, mean, sd: mean + sd * (k % 3 - 1.0))
-POSITIVE = Outcome("above 0", lambda y: y > 0, lambda k, mean, sd: k % 2 + 1.0)
-UNIT = Outcome("between 0 and 1, both excluded", lambda y: (y > 0) & (y < 1), lambda k, mean, sd: 0.25 + 0.25 * (k % 3))
-BINARY = Outcome("0 or 1", lambda y: (y == 0) | (y == 1), whole=True, scaled=False)
-COUNT = Outcome("whole numbers from 0", lambda y: (y >= 0) & (y == np.floor(y)), whole=True)
-LEVEL = Outcome(whole=True, scaled=False)  # places of levels
-TIME = Outcome(example=lambda k, mean, sd: mean * (1.0 + k % 2))  # until an event
+
+REAL = Outcome("REAL", "finite numbers", example=lambda k, mean, sd: mean + sd * (k % 3 - 1.0))
+POSITIVE = Outcome("POSITIVE", "above 0", lambda y: y > 0, lambda k, mean, sd: k % 2 + 1.0)
+UNIT = Outcome(
+    "UNIT", "between 0 and 1, both excluded", lambda y: (y > 0) & (y < 1), lambda k, mean, sd: 0.25 + 0.25 * (k % 3)
+)
+BINARY = Outcome("BINARY", "0 or 1", lambda y: (y == 0) | (y == 1), whole=True, scaled=False)
+COUNT = Outcome("COUNT", "whole numbers from 0", lambda y: (y >= 0) & (y == np.floor(y)), whole=True)
+LEVEL = Outcome("LEVEL", whole=True, scaled=False)  # places of levels
+TIME = Outcome("TIME", example=lambda k, mean, sd: mean * (1.0 + k % 2))  # until an event
 
 
 class Link(NamedTuple):

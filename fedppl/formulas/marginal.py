@@ -17,7 +17,7 @@ from fedppl.formulas.predictor import at_levels, rows_of, slope
 from fedppl.results.at_client import has_rows, require_rows
 from fedppl.results.fit import Fit
 from fedppl.results.records import require_arrived
-from fedppl.settings import between, chosen, shown
+from fedppl.settings import between, chosen, shown, some_of
 from fedppl.types import Array, DeclarationError
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def _ids(fit: Fit, clients: Any) -> list[str]:
     ids = chosen("clients", clients, fit.client_ids, "the fit's clients")
     if absent := [client_id for client_id in ids if client_id not in fit.clients]:
         remedy = "pass them, fedppl.load(path, model, clients=...), or call it where their data are"
-        raise DeclarationError(f"the rows of clients {absent[:5]} are not here; {remedy}.")
+        raise DeclarationError(f"the rows of clients {some_of(absent)} are not here; {remedy}.")
     for client_id in ids if clients is not None else ():
         require_rows(fit.clients[client_id], "marginal effects")
     if left_out := [client_id for client_id in ids if not has_rows(fit.clients[client_id])]:

@@ -67,7 +67,7 @@ def of_another_type(declared: Declared, given: Clients, typed: Clients) -> str |
         if _accepts(declared, whole[0], {**typed[whole[0]], name: given[whole[0]][name]}):
             what, where = f"client {odd[0]!r}: {name!r}", place_of(~fits_integers(given[odd[0]][name]))
             value = given[odd[0]][name][where]
-            return f"{what} holds {value} at index {where}, and the builder needs integers. Correct the values."
+            return f"{what} holds {value} at index {where}, and the builder needs integers of at most 32 bits."
     return None
 
 
@@ -156,7 +156,10 @@ def _traced(declared: Declared, group: Clients, *, alone: bool) -> tuple[Templat
         steady = altered is not None and all(_same.surely_same_model(first.parts, parts) for parts in altered)
     with naming(client_id):
         if not steady and not _repeats(declared, first, client_id, arrays):
-            raise DeclarationError("the builder, called twice on the same data, gives two models; fix random numbers.")
+            raise DeclarationError(
+                "the builder, called twice on the same data, gives two models; it draws random numbers or has state: "
+                "give it all that it needs."
+            )
         if alone and not steady and _public.prior_of_data(first.parts, first.variables[0], altered):
             # The text travels, so it has no data.
             raise DeclarationError("the shared prior changes when this client's data do; declare it by constants.")
@@ -173,7 +176,10 @@ def _ignored(client_id: str, parts: _graph.Parts, names: Iterable[str]) -> Decla
 
 
 def _other_prior(reference_id: str) -> DeclarationError:
-    return DeclarationError(f"shared prior differs from the one at client {reference_id!r}; use the same constants.")
+    return DeclarationError(
+        f"shared prior differs from the one at client {reference_id!r}; use the same constants, without data "
+        "or random numbers."
+    )
 
 
 _COMPARED = 1000  # clients of which the most different is taken
@@ -404,7 +410,7 @@ _RULES: list[tuple[set[str], str, Callable[[float], bool]]] = [
     ({"bernoulli"}, "0 or 1", lambda y: y not in (0, 1)),
     ({"beta"}, "in (0, 1)", lambda y: not 0 < y < 1),
     ({"binomial"}, "0 to n", lambda y: y != 0),
-    ({"categorical"}, "numbered from 0", lambda y: y != 0),
+    ({"categorical"}, "classes numbered from 0 to their number less 1", lambda y: y != 0),
     ({"exponential", "halfnormal", "negative_binomial", "poisson"}, "not negative", lambda y: y < 0),
     ({"gamma", "inverse_gamma", "lognormal", "weibull"}, "positive", lambda y: y <= 0),
     ({"geometric"}, "1, 2, ...", lambda y: y < 1),

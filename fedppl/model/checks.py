@@ -34,9 +34,10 @@ def naming(client_id: str) -> Iterator[None]:
     try:
         yield
     except (DataError, DeclarationError) as error:
-        if str(error).startswith("client "):
+        if str(error).startswith(("client '", 'client "')):
             raise
-        raise type(error)(f"client {client_id!r}: {error}") from error
+        kind = DataError if isinstance(error, DataError) else DeclarationError  # not a class of the builder's own
+        raise kind(f"client {client_id!r}: {error}") from error
 
 
 def as_arrays(client_id: str, data: Any) -> dict[str, Any]:
@@ -73,7 +74,10 @@ def _real(what: str, value: Any) -> Any:
         raise DataError(f"{what} is no array: {error}; pass an array of NumPy, with rows of one length.") from error
     if array.dtype.kind not in "biuf":
         dtype = f"{array.dtype} (a {type(value).__name__})"
-        raise DataError(f"{what} has dtype {dtype}, which is not numeric and real; encode it as an array of numbers.")
+        raise DataError(
+            f"{what} has dtype {dtype}, which is not numeric and real; encode it by numbers, with one code at all "
+            "clients."
+        )
     return array
 
 
@@ -246,7 +250,10 @@ def require_not_negative(indices: Indices, arrays: Mapping[str, Any], inputs: Se
         what = f"the model computes the index {index[where]} from {quoted(names)}, at {where}"
         if same:
             what = f"{same[0]!r} holds {index[where]} at index {where}"
-        raise DataError(f"{what}, which counts from the end; number groups 0 to n - 1, and mask rows of none.")
+        raise DataError(
+            f"{what}, an index that counts from the end; number groups 0 to n - 1 (pt.maximum(index, 0) for rows of "
+            "none)."
+        )
 
 
 # Checks of a client's data against its model, and of clients with each other ------------------------------------------

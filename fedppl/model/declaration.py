@@ -109,9 +109,10 @@ class FederatedModel:
         for name in names:
             if names.count(name) > 1:
                 raise DeclarationError(f"shared name {name!r} is listed {names.count(name)} times; list it once.")
-        for keyword, reader in (("reads", reads), ("reads_new", reads_new)):
+        takes = {"reads": (reads, "(client_id, data)"), "reads_new": (reads_new, "(client_id, data, arrays)")}
+        for keyword, (reader, of) in takes.items():
             if reader is not None and not callable(reader):
-                raise DeclarationError(f"{keyword}={shown(reader)} must be a function of a client's id and data.")
+                raise DeclarationError(f"{keyword}={shown(reader)} must be a function of {of}, or None.")
         values = {"builders": builders, "kind": _as_kind(kind, builders), "shared": names, "_compared": {}}
         for field_name, value in {**values, "reads": reads, "reads_new": reads_new, "agreement": agreement}.items():
             object.__setattr__(self, field_name, value)
@@ -150,7 +151,7 @@ class FederatedModel:
 
     @property
     def advice(self) -> str:
-        """The builder's advice for a fit that has not converged, if any."""
+        """The builder's advice on what may be wrong in a fit, if any."""
         return str(getattr(self.builder, "advice", ""))
 
     @property

@@ -355,7 +355,8 @@ def _require_slopes(unit: NetworkUnit) -> None:
         if any(bool(torch.any(slope != 0)) for slope in gradients(output, list(leaves.values()), weights)):
             return
     raise DeclarationError(
-        f"{unit.who}: the network's output has no slope in a weight; take out .detach(), torch.no_grad() or the like."
+        f"{unit.who}: the network's output has no slope in any of its weights; take out .detach(), torch.no_grad() or "
+        "the like."
     )
 
 

@@ -81,7 +81,8 @@ def check(
     names = chosen("clients", clients, here, "the clients with rows that are here")
     settings: dict[str, Any] = {"draws": draws, "chains": chains, "random_seed": random_seed}
     size = (8.5, max(3.0, _fit.height(len(names))))
-    if getattr(getattr(fit.declaration.builder, "family", None), "outcome", "") == "time":
+    family = getattr(fit.declaration.builder, "family", None)
+    if family is not None and family.outcome.name == "TIME":
         what, by_client, times = _survival(fit, names, settings)
         axes = _fit.panels(ax, 1, 2, size, figsize)
         _curves(axes[0], by_client, times, ci_prob, what)

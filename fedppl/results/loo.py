@@ -20,7 +20,7 @@ from fedppl.results.at_client import has_rows, observed_values
 from fedppl.results.diagnostics import listed
 from fedppl.results.fit import Fit
 from fedppl.results.records import require_arrived
-from fedppl.settings import a_fit, shown, whole
+from fedppl.settings import a_fit, shown, some_of, whole
 from fedppl.types import Array, DataError, DeclarationError, NotConvergedError
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ def _warn(what: str, fit: Fit, bad: int, rows: int) -> None:
 def _of_sites(fit: Fit) -> dict[str, RowSums]:
     require_arrived(fit, "fedppl.loo")
     if silent := [k for k in fit.client_ids if "loo" not in fit.told.get(k, {})]:
-        absent = [k for k in silent if k not in fit.clients][:5]
+        absent = some_of([k for k in silent if k not in fit.clients])
         remedy = 'use fedppl.load(path, model, clients=...) with all, or policies of sites with conclusions=("loo",).'
         raise DeclarationError(f"rows of {absent} are not here, and they sent no sums; {remedy}")
     return {k: RowSums(*map(float, fit.told[k]["loo"])) for k in fit.client_ids}
@@ -383,7 +383,8 @@ def compare(fits: Mapping[str, Fit]) -> pd.DataFrame:
     _require_comparable(fits)
     evidence = [_evidence(name, fit) for name, fit in fits.items()]
     if absent := sorted({k for fit in fits.values() for k in fit.client_ids if k not in fit.clients}):
-        logger.warning("the data of %s are not here: whether they are the same in all fits is not known", absent[:5])
+        what = "are not here: whether they are the same in all fits is not known"
+        logger.warning("the data of %s %s", some_of(absent), what)
     values = np.array([one.value for one in evidence])
     errors = np.array([one.error for one in evidence])
     best = int(np.argmax(values))

@@ -150,7 +150,7 @@ def unarrived(fit: Ended) -> str:
     if not any(record.used for record in fit.records):
         return "no client has replied"
     if result.preliminary(fit.state):
-        return "the search for it has not arrived"
+        return "its search is not at an end"
     if isinstance(result.shared, Posterior) and not gaussian.is_proper(result.shared.gaussian(fit.state)):
         return "q is not positive definite"
     return ""

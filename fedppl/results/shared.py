@@ -247,9 +247,9 @@ def influence(fit: Ended, clients: Sequence[str] | str | None = None) -> xr.Data
         the client; ``shift`` is the change of the mean by the client, in sds with it, and ``sd_ratio`` the sd with
         it over that without. Where ``exact`` is True they are of the posterior itself, from reweighting its points
         with Pareto k ``pareto_k``: ``error``, of a mean or an sd in sds, is at most .05, 100 points or more are
-        effective, and no few points make a second moment; tails without points are not seen. Else they are by the
-        same points where Pareto k is at most .7 and ``error`` at most .5, or of the Gaussian q without the client's
-        site, with an ``error`` of NaN, or NaN where the others determine no posterior; the log says so.
+        effective, and no few points make a second moment; tails without points are not seen. Else they are by such
+        points where Pareto k is at most .7 and ``error`` at most .5, and NaN beyond. By `EP`, and of more than 512
+        clients, they are of the Gaussian q without the client's site, with an ``error`` of NaN.
         ``log_predictive`` is log p(y_k | y_{-k}) where ``exact``, with its standard error
         ``log_predictive_error``; NaN after EP, and where a prior has no normalising constant that is known.
 
@@ -268,8 +268,9 @@ def influence(fit: Ended, clients: Sequence[str] | str | None = None) -> xr.Data
     Notes
     -----
     *When this fails.* By `Sums` each client's log f_k is computed at all points, and its data have to be in this
-    process. Where one client determines much of the posterior, few points lie where the others' is: `exact` is then
-    False, and `fedppl.without` fits the others anew. The Gaussian by `EP` lacks 1/K of a prior that is not Gaussian.
+    process. Of a client that determines much of the posterior, points are moved to where the others' is, up to four
+    times; where that is not enough, ``exact`` is False, and `fedppl.without` fits the others anew. The Gaussian by `EP`
+    lacks 1/K of a prior that is not Gaussian.
     """
     shared = fit.algorithm.result.shared
     if not isinstance(shared, Posterior) or shared.without is None:
@@ -283,7 +284,7 @@ def influence(fit: Ended, clients: Sequence[str] | str | None = None) -> xr.Data
     exact = np.array([is_exact(without) for without in each])
     if not np.all(exact):
         some = some_of([name for name, known in zip(names, exact, strict=True) if not known])
-        logger.warning("the posterior without %s is not exact, by `error` in sds or NaN; see fedppl.without", some)
+        logger.warning("the posterior without %s is not exact (see `error`, in sds); use fedppl.without", some)
     mean, sd = gaussian.mean(q), gaussian.standard_deviations(q)
     if points is not None:  # moments by points are compared with such
         mean = np.where(weighted[:, None], points.mean, mean)
@@ -312,7 +313,7 @@ def _moments(without: WithoutClient, size: int) -> tuple[Array, Array, float, bo
     is_near = weighted is not None and weighted.pareto_k <= MOST_SECOND_K and weighted.error <= _MOST_ERROR
     if weighted is not None and (is_exact(without) or is_near):
         return weighted.mean, np.sqrt(np.diag(weighted.covariance)), k, True, weighted.error
-    if not gaussian.is_proper(without.gaussian):
+    if weighted is not None or not gaussian.is_proper(without.gaussian):
         return np.full(size, np.nan), np.full(size, np.nan), k, False, np.nan
     return gaussian.mean(without.gaussian), gaussian.standard_deviations(without.gaussian), k, False, np.nan
 

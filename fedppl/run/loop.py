@@ -83,11 +83,11 @@ def fit(
             started = time.perf_counter()
             stopped = _run_to_end(run, callback)
         status, message = _ending(run, stopped=stopped)
-        if status in (Status.STALLED, Status.MAX_ROUNDS):
-            message = "; ".join(filter(None, (model.advice, message)))
+        advice = "" if status is Status.INTERRUPTED else model.advice
+        message = "; ".join(filter(None, (advice, message)))
         text = f"fit ended with status {status.value}" + (f": {message}" if message else "")
         # Warnings that follow below, or that were logged in their round, are not logged as warnings again.
-        caveat = bool(run.message) and not run.records[-1].mild
+        caveat = bool(advice) or (bool(run.message) and not run.records[-1].mild)
         is_warning = caveat if status.ok else not algorithm.result.tests_convergence
         logger.log(logging.WARNING if is_warning else logging.INFO, text, extra={"status": status.value})
         result = Fit(

@@ -302,7 +302,7 @@ def test_new_inputs_come_in_a_frame_as_well() -> None:
     ("y", "message"),
     [
         (np.arange(7) % 3, r"different numbers of rows, {'X': 8, 'y': 7}"),
-        (np.arange(8) % 4, r"'y' is 3 in row 3, and outcomes are numbered from 0"),
+        (np.arange(8) % 4, r"'y' is 3 in row 3, and outcomes are classes numbered from 0"),
     ],
 )
 def test_labels_that_do_not_fit_are_named(y: np.ndarray, message: str) -> None:

@@ -49,7 +49,7 @@ print(fit.summary(round_to=2).iloc[:, :4])
 # Before the first patient
 # ------------------------
 # A clinic of which nothing is known is a draw from the population: the shared coefficients, plus effects with the
-# shared sds ``clinic_sd``. ``fit.new_client`` needs one row or more, so this is done from draws of the shared
+# shared sds ``clinic_sd``. ``fit.predict(None, ...)`` draws its patients; the lines here do it from draws of the shared
 # variables. Nothing of a single clinic is needed for it. Whoever has the fit, or a file of it by ``fit.save``, can do
 # this.
 

@@ -29,6 +29,7 @@ from fedppl.numerics import importance
 from fedppl.numerics import tolerances as common
 from fedppl.numerics.importance import normalise
 from fedppl.numerics.streams import standard_normal, stream_of
+from fedppl.settings import some_of
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng
 
 
@@ -327,7 +328,7 @@ def evidence(state: EPState, clients: Mapping[str, ClientView]) -> LogEvidence:
     sites = state.sites
     if absent := [name for name in sites.where if name not in clients]:
         remedy = "give them to fedppl.load(..., clients=), or, of sites of their own, use fedppl.Sums()"
-        raise DeclarationError(f"EP's evidence needs the data of all clients, and {absent[:5]} are not here: {remedy}.")
+        raise DeclarationError(f"EP's evidence needs the data of {some_of(absent)}, which are not here: {remedy}.")
     require_known(all(client.has_proper_prior for client in clients.values()))
     ratios = [_log_ratio(clients[client_id], sites, state.prior_share) for client_id in sorted(clients)]
     # Errors that clients have alike add up with their signs, others by their squares.

@@ -346,7 +346,7 @@ def number_of(starts: int | str, default: int) -> int:
         return settings.whole("starts", starts, most=tol.MOST_STARTS)
     if starts != "auto":
         raise DeclarationError(
-            f'starts={settings.shown(starts)} must be "auto", or a whole number up to {tol.MOST_STARTS}.'
+            f'starts={settings.shown(starts)} must be "auto", or a whole number from 1 to {tol.MOST_STARTS}.'
         )
     return default
 

@@ -116,7 +116,9 @@ def HM1(
         raise DeclarationError(f'report={settings.shown(report)} must be a list of names, such as ["sigma"].')
     chosen = exchangeable() if structure is None else structure
     if not isinstance(chosen, Covariance):
-        raise DeclarationError(f"structure={settings.shown(chosen)} must be one that is built, like exchangeable().")
+        raise DeclarationError(
+            f"structure={settings.shown(chosen)} must be one that is built, like fedppl.covariance.exchangeable()."
+        )
     inference = local_inference("local", local, NestedLaplace())
     if inference.expand is None:
         raise DeclarationError(

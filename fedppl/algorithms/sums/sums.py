@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import logsumexp
 
 from fedppl import contracts, gaussian, settings
 from fedppl.algorithms import tolerances as tol
@@ -36,12 +37,13 @@ from fedppl.local.log_factors import factor
 from fedppl.local.nested_laplace import NestedLaplace
 from fedppl.local.target import pack_target
 from fedppl.numerics import tolerances as common
-from fedppl.numerics.coordinates import of_phi
-from fedppl.numerics.importance import effective_size, jackknife, normalise, quadratic_terms, skewness
+from fedppl.numerics.coordinates import of_phi, to_phi
+from fedppl.numerics.importance import effective_size, jackknife, normalise, quadratic_terms, skewness, weighted_moments
 from fedppl.numerics.proposals import has_heavy_tails, whitened
 from fedppl.numerics.reweighting import Reweighted, is_trusted, second_k, weigh, weigh_points
 from fedppl.numerics.streams import whitened_points
 from fedppl.results.diagnostics import hardly_a_prior
+from fedppl.settings import some_of
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, NotConvergedError, Rng, Status
 
 _LOCAL = NestedLaplace()
@@ -412,7 +414,7 @@ def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, 
     """By values of all clients at points of the posterior, where these are not too many; else by its Gaussian."""
     if absent := sorted(set(client_ids) - set(clients)):
         remedy = "give them to fedppl.load(path, model, clients=...), or, of sites of their own, use fedppl.EP()"
-        raise DeclarationError(f"the posterior without clients {absent[:5]} needs their data, not here: {remedy}.")
+        raise DeclarationError(f"the posterior without clients {some_of(absent)} needs their data, not here: {remedy}.")
     phase, q = state.phase, _q(state)
     center = gaussian.mean(q)
     whole = phase if isinstance(phase, Weighed) and phase.trusted and set(state.clients) <= set(clients) else None
@@ -421,18 +423,85 @@ def _without(state: SumsState, client_ids: Sequence[str], clients: Mapping[str, 
         points = _of_gaussian(q) if posterior is None else posterior.points
         alone = [(clients[name], _factor(clients[name], points, center)) for name in client_ids]
         return [_without_one(*one, q, posterior, points, points) for one in alone]
-    points, scramble, log_proposal = _weigh.candidates_about(whole, tol.SINGLE_POINTS)
+    coordinates, prior = whole.shape.coordinates, whole.about.prior
+    assert whole.posterior is not None
+    u = of_phi(whole.posterior.points, coordinates)
+    points, scramble, log_proposal = _weigh.candidates_about(whole, u, whole.posterior.weights, tol.SINGLE_POINTS)
     factors = {name: factor(clients[name], points, center, state.prior_share) for name in state.clients}
-    total = np.sum([one.values for one in factors.values()], axis=0) + gaussian.log_kernel(whole.about.prior, points)
+    total = np.sum([one.values for one in factors.values()], axis=0) + gaussian.log_kernel(prior, points)
     posterior = weigh_points(q, points, scramble, total - gaussian.log_kernel(q, points), log_proposal)
-    scaled = of_phi(points, whole.shape.coordinates)
+    scaled = of_phi(points, coordinates)
     ratio = state.prior_share * next(iter(clients.values())).prior.log_ratio(points)
     has_prior = np.isfinite(ratio)  # elsewhere others have no density either
     ratio = np.where(has_prior, ratio, np.inf)
-    return [
-        _without_one(clients[name], one._replace(values=one.values - ratio), q, posterior, points, scaled)
-        for name, one in ((name, factors[name]) for name in client_ids)
-    ]
+    each = []
+    for name in client_ids:
+        values = factors[name]._replace(values=factors[name].values - ratio)
+        one = _without_one(clients[name], values, q, posterior, points, scaled)
+        if posterior is not None and not (one.weighted is not None and is_trusted(one.weighted)):
+            log_weights = _log(posterior.weights) - np.where(np.isfinite(values.values), values.values, np.inf)
+            others = [clients[other] for other in state.clients if other != name]
+            one = _moved(state.prior_share, whole, clients[name], others, one, scaled, log_weights)
+        each.append(one)
+    return each
+
+
+def _moved(
+    prior_share: float,
+    whole: Weighed,
+    client: ClientView,
+    others: Sequence[ClientView],
+    before: WithoutClient,
+    u: Array,
+    log_weights: Array,
+) -> WithoutClient:
+    """The posterior without a client by points of its own, where too few of all clients' points have its weight.
+
+    Points move to where the others' posterior is, by importance weights that are flattened until enough are effective.
+    """
+    coordinates, prior, size = whole.shape.coordinates, whole.about.prior, u.shape[1]
+    for _ in range(tol.SINGLE_MOVES if others else 0):
+        flatter = (normalise(power * log_weights) for power in 0.5 ** np.arange(tol.SINGLE_HALVINGS))
+        weights = next((one for one in flatter if effective_size(one) >= common.EACH_TELLS * size), None)
+        if weights is None:
+            return before
+        points, scramble, log_proposal = _weigh.candidates_about(whole, u, weights, tol.SINGLE_POINTS)
+        center = weights @ to_phi(u, coordinates)
+        try:
+            values = [factor(other, points, center, prior_share).values for other in others]
+            own = factor(client, points, center, 0.0)
+        except LocalFailure as error:
+            logger.warning("the posterior without client %s is not exact: %s", client.client_id, error)
+            return before
+        log_density = np.sum(values, axis=0) + gaussian.log_kernel(prior, points)
+        if prior_share:  # the client's own share of the prior
+            log_density = log_density + prior_share * client.prior.log_ratio(points)
+        u, log_weights = of_phi(points, coordinates), np.nan_to_num(log_density - log_proposal, nan=-np.inf)
+        moments = weighted_moments(points, normalise(log_weights))
+        if not np.linalg.eigvalsh(moments.covariance)[0] > 0:
+            continue
+        about = gaussian.from_moments(moments.mean, moments.covariance)
+        left = weigh_points(about, points, scramble, log_density - gaussian.log_kernel(about, points), log_proposal)
+        if left is None:
+            return before
+        left = left._replace(second_k=second_k(left.weights, u, left.weights))
+        before = before._replace(weighted=left)
+        if is_trusted(left):
+            cavity = gaussian.from_moments(left.mean, left.covariance)
+            return WithoutClient(cavity, left, _predicted(client, own, left))
+    return before
+
+
+def _predicted(client: ClientView, own: Factor, others: Reweighted) -> LogEvidence:
+    """log E[f_k(φ) | y_-k], where points of the others' posterior tell it."""
+    logs = _log(others.weights) + np.where(np.isfinite(own.values), own.values, -np.inf)
+    weights = normalise(logs)
+    if not client.has_proper_prior or effective_size(weights) < common.FEWEST:
+        return _UNKNOWN
+    kept = [np.where(others.scramble != one, 1.0, 0.0) for one in range(common.SCRAMBLES)]
+    by_chance = jackknife(np.array([logsumexp(logs, b=one) - np.log(others.weights @ one) for one in kept]))
+    unknown = (weights @ own.errors) ** 2 + own.constant.alike**2 + own.constant.by_chance**2
+    return LogEvidence(float(logsumexp(logs)), float(np.sqrt(by_chance**2 + unknown)))
 
 
 def _conclusion(state: SumsState, client_id: str) -> Message:

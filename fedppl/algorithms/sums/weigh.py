@@ -441,11 +441,11 @@ def _probes(of: Drawn, coordinates: Coordinates, count: int) -> Batch:
     return Batch(phi, of.u[at], of.log_proposal[at], of.log_density[at], of.log_density[at], none, of.scramble[at])
 
 
-def candidates_about(state: Weighed, per_scramble: int) -> tuple[Array, NDArray[np.intp], Array]:
-    """Candidates about the posterior as they come: φ (S, m), scrambles, and log densities in φ."""
-    assert state.posterior is not None
-    u = of_phi(state.posterior.points, state.shape.coordinates)
-    moments = weighted_moments(u, state.posterior.weights)
+def candidates_about(
+    state: Weighed, u: Array, weights: Array, per_scramble: int
+) -> tuple[Array, NDArray[np.intp], Array]:
+    """Candidates about weighted points u (S, m), as they come: φ (S, m), scrambles, and log densities in φ."""
+    moments = weighted_moments(u, weights)
     by = surrogate.mixture(moments.mean, moments.covariance, per_scramble, tol.PLAIN_WIDE, state.shape.far)
     at = surrogate.candidates(by, state.shape.coordinates.folded, 0)
     phi = to_phi(at.u, state.shape.coordinates)

@@ -233,8 +233,10 @@ def checked(
 ) -> Settings:
     """Settings in range; `usual` are the default milestones, which do not count where there is one learning rate."""
     rates, places = (tuple(x) if isinstance(x, tuple | list) else (x,) for x in (rate, milestones))
-    rates = tuple(positive(f"learning_rate={shown(rate)}: a rate", x) for x in rates)
-    places = tuple(whole(f"milestones={shown(milestones)}: a round", x) for x in places)
+    if not rates:
+        raise DeclarationError(f"learning_rate={shown(rate)} must be positive, one or a tuple of them.")
+    rates = tuple(positive("learning_rate", x, "one or a tuple of them") for x in rates)
+    places = tuple(whole("milestones", x, hint="it is a tuple of rounds") for x in places)
     if len(rates) == 1 and places == usual:
         places = ()
     if len(places) != len(rates) - 1 or any(b <= a for a, b in itertools.pairwise(places)):

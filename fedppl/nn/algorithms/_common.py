@@ -91,7 +91,8 @@ def check_unknowns(client: ClientView, *trained: str | tuple[str, ...]) -> None:
     reached = set(np.concatenate([np.zeros(0, int), *(unit.places(which) for which in trained)]))
     if untrained := [name for name in sorted(names) if not set(unit.places((name,))) <= reached]:
         raise DeclarationError(
-            f"{untrained} of the likelihood are unknown and local, and untrained; share them, or use FedAvg(phases=)."
+            f"{untrained} of the likelihood are unknown and local, and untrained; share them, or use "
+            "fedppl.nn.FedAvg(phases=)."
         )
 
 
