@@ -35,7 +35,7 @@ def _agreed(response: str, family: str, y: Any, **more: Any) -> Any:
 def _prior(family: str, y: Any, name: str) -> Any:
     response = "Surv(y, event)" if family in ("weibull", "loglogistic", "piecewise", "lognormal") else "y"
     spec = _agreed(response, family, y)[0].builder.spec
-    return spec.family.parameters(spec.scales)[name]
+    return spec.family.priors(spec.scales)[name]
 
 
 def test_precisions_are_about_what_mean_and_sd_say() -> None:
