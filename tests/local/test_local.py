@@ -27,7 +27,7 @@ from fedppl.model.client import ClientModel
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure
 from tests.cases import EXACT, MEAN, WAYS, Way
-from tests.support import problems
+from tests.support import page, problems
 
 Array = Any
 
@@ -237,6 +237,7 @@ def test_diagnostics_are_floats(way: Way, case: Case) -> None:
         assert {type(value) for value in result.diagnostics.values()} == {float}
         assert not any(np.isnan(value) for value in result.diagnostics.values())
         assert result.diagnostics["ess"] > 0
+        assert result.diagnostics.keys() <= page.diagnostics()
 
 
 def test_names_are_for_reading(way: Way) -> None:
