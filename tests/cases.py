@@ -92,6 +92,7 @@ class Way(NamedTuple):
     means: float  # error on a model that is not Gaussian, in posterior sds
     sds: float  # relative error of sds there
     fast: LocalInference | None = None  # what stands in for it there, if other settings
+    seeds_matter: bool = False  # for the moments; draws always depend on the generator
 
 
 # All moments to rounding, the mean only, or all of them up to Monte Carlo error.
@@ -104,18 +105,24 @@ WAYS: dict[str, Way] = {
     "Laplace": Way(fedppl.local.Laplace(), EXACT, 0.2, 0.05),
     "ADVI": Way(fedppl.local.ADVI(), EXACT, 0.03, 0.03),
     "gradient steps": Way(
-        fedppl.local.GradientSteps(steps=1000, learning_rate=1e-2),
+        # the slowest direction of `means` in test_local.py has curvature 0.8: (1 - 0.03 x 0.8)^800 is 4e-9
+        fedppl.local.GradientSteps(steps=800, learning_rate=0.03),
         EXACT,
         0.2,
         0.05,
         fedppl.local.GradientSteps(steps=3000, learning_rate=2e-3),
     ),
     "mean field": Way(fedppl.local.MeanField(), MEAN, 0.05, 0.05),
-    "NUTS of PyMC": Way(fedppl.local.NUTS(draws=600, tune=400, chains=2, nuts_sampler="pymc"), MONTE_CARLO, *SAMPLED),
+    "NUTS of PyMC": Way(
+        fedppl.local.NUTS(draws=600, tune=400, chains=2, nuts_sampler="pymc"), MONTE_CARLO, *SAMPLED, seeds_matter=True
+    ),
 }
 if importlib.util.find_spec("nutpie"):
     WAYS["NUTS of nutpie"] = Way(
-        fedppl.local.NUTS(draws=1500, tune=600, chains=2, nuts_sampler="nutpie"), MONTE_CARLO, *SAMPLED
+        fedppl.local.NUTS(draws=1500, tune=600, chains=2, nuts_sampler="nutpie"),
+        MONTE_CARLO,
+        *SAMPLED,
+        seeds_matter=True,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,28 @@ from fedppl.types import DeclarationError
 
 CI_PROB = 0.95  # of intervals, everywhere
 FALLBACKS = {1.0: "a fitted t", 2.0: "NUTS"}  # what a local inference fell back to, by its diagnostic ``fallback``
+
+
+class Diagnostic(NamedTuple):
+    """How a diagnostic is shown."""
+
+    label: str  # of an axis, a curve or a column
+    wanted: str = ""  # of a client's: what a report says of good values; `plots.quality` has a panel for each
+    limit: float | None = None  # of a client's: a line in that panel, beyond which values are bad
+    unit: str | None = None  # of a change in a round: behind the number in progress; None where it is not shown there
+
+
+DIAGNOSTICS = {
+    "ess": Diagnostic("effective draws", "many effective draws"),
+    "pareto_k": Diagnostic("Pareto k", "Pareto k below 0.7", 0.7),
+    "rhat": Diagnostic("R̂", "R̂ near 1"),
+    "change_mean": Diagnostic("largest change of a mean (sds)", unit=" sd"),
+    "change_sd": Diagnostic("largest change of a log sd", unit=" sd"),
+    "change_omega": Diagnostic("relative change of Ω", unit=""),
+    "change": Diagnostic("change", unit=""),
+    "local_change": Diagnostic("change of local variables"),
+}
+QUALITY = {name: one for name, one in DIAGNOSTICS.items() if one.wanted}  # of clients
 
 
 def tolerance_of(settings: Mapping[str, str]) -> float | None:

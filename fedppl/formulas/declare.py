@@ -180,10 +180,19 @@ class Formula:
             default = "by default wide, on the scales that clients agree on"
             texts = {name: repr(prior) for name, prior in self.priors.items()}
             known = {name: (texts.get(name, default), None, None, None) for name in self.shared}
-        rows = {
-            name: (*told, _meaning(self.terms, self.family, name), source) for name, (*told, source) in known.items()
-        }
+        rows = {name: (*told, self._meaning(name), source) for name, (*told, source) in known.items()}
         return pd.DataFrame.from_dict(rows, orient="index", columns=_COLUMNS, dtype=object)
+
+    def _meaning(self, name: str) -> str:
+        predicted, beside = self.family.link.predicted, self.family.parameters(self.scales)
+        if name == "Intercept":
+            return f"{predicted} where columns are 0 or at their reference"
+        if name in self.terms.common:
+            return f"change of the {predicted}"
+        if name in beside:
+            return beside[name].meaning
+        factor = next(one.factor for one in self.terms.groups if name in (f"{tag(one)}_{what}" for what in _SPREADS))
+        return f"{_SPREADS[name.rpartition('_')[2]]} of effects by {':'.join(factor)}"
 
     def read(self, client_id: str, data: Any) -> dict[str, Any]:
         """The builder's arrays from a client's rows; such arrays are returned as they are."""
@@ -269,7 +278,7 @@ class Formula:
         for one in self.terms.groups:
             sd, partial = spreads(one, 2, correlated=True)
             priors |= {sd: Prior("HalfNormal", sigma=1.0), partial: Prior("Beta", alpha=2.0, beta=2.0)}
-        return {**priors, **self.family.parameters(self.scales)}
+        return {**priors, **self.family.priors(self.scales)}
 
     @functools.cached_property
     def containers(self) -> dict[str, str]:
@@ -305,7 +314,7 @@ class Formula:
         """Declare the linear predictor, and the parameters beside it, in the open model."""
         spec = self.spec
         eta, at_means = predictor.linear_predictor(spec, data)
-        beside = self.family.parameters(spec.scales)
+        beside = self.family.priors(spec.scales)
         if "threshold" in beside:  # as for an intercept, at the means of the columns
             beside = {"threshold": beside["threshold"].with_(mu=at_means)}
         return eta, {name: self.priors.get(name, prior).declared(name) for name, prior in beside.items()}
@@ -372,14 +381,6 @@ def _joined(levels: Sequence[str]) -> str:
 # Description of a formula's model: variables with their priors, and names of coefficients in a paper ------------------
 
 _COLUMNS = ["prior", "entries", "reference", "meaning", "from"]
-_MEANINGS = {
-    "sigma": "sd of what is left over",
-    "nu": "degrees of freedom",
-    "kappa": "concentration of shares",
-    "alpha": "shape",
-    "threshold": "logits between levels, in order",
-    "piece": "log hazard after a cut point, against that before the first",
-}
 
 
 def _described(spec: Spec) -> dict[str, tuple[str, Any, Any, Any]]:
@@ -415,9 +416,9 @@ def _described(spec: Spec) -> dict[str, tuple[str, Any, Any, Any]]:
         "threshold": tuple(f"{a} | {b}" for a, b in itertools.pairwise(scales.levels)),
         "piece": tuple(f"after {cut:g}" for cut in scales.cuts),
     }
-    for name, prior in family.parameters(scales).items():
+    for name, prior in family.priors(scales).items():
         source = same
-        if _depends(lambda other: repr(family.parameters(other)[name]), scales):  # noqa: B023  # called at once
+        if _depends(lambda other: repr(family.priors(other)[name]), scales):  # noqa: B023  # called at once
             source = f"2 times {sd}" if prior.name == "HalfNormal" else f"{mean} and {sd}"
         at = _at(spec, name) if name == "threshold" else ""
         rows[name] = (_shown(priors.get(name, prior)) + at, of_entries.get(name, ()), None, source)
@@ -437,17 +438,6 @@ def _depends(of: Callable[[Scales], Any], scales: Scales) -> bool:
     """Whether a function of `scales` depends on them."""
     other = scales._replace(mean=0.5 * scales.mean + 0.1, sd=0.7 * scales.sd)
     return bool(of(scales) != of(other))
-
-
-def _meaning(terms: Terms, family: Family, name: str) -> str:
-    if name == "Intercept":
-        return f"{family.link.predicted} where columns are 0 or at their reference"
-    if name in terms.common:
-        return f"change of the {family.link.predicted}"
-    if name in _MEANINGS:
-        return _MEANINGS[name]
-    factor = next(group.factor for group in terms.groups if name in (f"{predictor.tag(group)}_{x}" for x in _SPREADS))
-    return f"{_SPREADS[name.rpartition('_')[2]]} of effects by {':'.join(factor)}"
 
 
 _SPREADS = {"sd": "sd", "partial": "(1 + r) / 2 of partial correlations r"}

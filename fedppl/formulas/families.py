@@ -76,7 +76,16 @@ class Drawn(NamedTuple):
 
 Likelihood = Callable[[Any, Mapping[str, Any], Mapping[str, Any], Scales], Drawn]
 Mean = Callable[[Array, Mapping[str, Array], Scales, float | None], Array]
-Shapes = Callable[[Scales], Mapping[str, Prior]]
+
+
+class Parameter(NamedTuple):
+    """A shared parameter beside the mean."""
+
+    prior: Prior
+    meaning: str  # in the table of `describe`
+
+
+Parameters = Callable[[Scales], Mapping[str, Parameter]]
 
 
 class Family(NamedTuple):
@@ -89,7 +98,7 @@ class Family(NamedTuple):
     mean: Mean
     outcome: Outcome
     link: Link
-    parameters: Shapes = lambda scales: {}  # priors of its other shared parameters, by name
+    parameters: Parameters = lambda scales: {}  # its other shared parameters, by name
     center: Callable[[Scales], float] = lambda scales: 0.0  # prior mean of the linear predictor
     unit: Callable[[Scales], float] = lambda scales: 1.0  # expected size of its changes
     responses: tuple[str, ...] = ("plain",)  # kinds of response that a formula may have
@@ -97,6 +106,10 @@ class Family(NamedTuple):
     several: bool = False  # whether each level of the outcome except the first has its own linear predictor
     ordered: bool = False  # whether levels of the outcome have an order
     has_cuts: bool = False  # whether constants have times between which its hazard is constant
+
+    def priors(self, scales: Scales) -> dict[str, Prior]:
+        """Priors of its other shared parameters, by name."""
+        return {name: one.prior for name, one in self.parameters(scales).items()}
 
 
 def declare(name: str, drawn: Drawn, observed: Any, weights: Any = None) -> None:
@@ -188,40 +201,46 @@ def _softmax(eta: Array) -> Array:
     return np.asarray(softmax(np.concatenate([np.zeros((*eta.shape[:-1], 1)), eta], axis=-1), axis=-1))
 
 
-def _sigma(scales: Scales) -> Mapping[str, Prior]:
-    return {"sigma": Prior("HalfNormal", sigma=2.0 * scales.sd)}
+_REST = "sd of what is left over"
 
 
-def _sigma_and_nu(scales: Scales) -> Mapping[str, Prior]:
-    return {**_sigma(scales), "nu": Prior("Gamma", alpha=2.0, beta=0.1)}
+def _sigma(scales: Scales) -> Mapping[str, Parameter]:
+    return {"sigma": Parameter(Prior("HalfNormal", sigma=2.0 * scales.sd), _REST)}
 
 
-def _precise(name: str, relative: float) -> Mapping[str, Prior]:
+def _sigma_and_nu(scales: Scales) -> Mapping[str, Parameter]:
+    return {**_sigma(scales), "nu": Parameter(Prior("Gamma", alpha=2.0, beta=0.1), "degrees of freedom")}
+
+
+def _precise(relative: float) -> Prior:
     """Prior of a precision: median 1 / `relative`, where predictors are ignored; one sd is a factor of 20."""
-    return {name: Prior("LogNormal", mu=-float(np.log(relative)), sigma=3.0)}
+    return Prior("LogNormal", mu=-float(np.log(relative)), sigma=3.0)
 
 
-def _alpha(scales: Scales, share: float = 1.0) -> Mapping[str, Prior]:
-    """Prior of 1 / relative variance, of which a share is not Poisson's."""
-    return _precise("alpha", share * ((scales.sd / scales.mean) ** 2 if scales.mean > 0 else 1.0))
+def _alpha(scales: Scales, share: float = 1.0) -> Mapping[str, Parameter]:
+    """1 / relative variance, of which a share is not Poisson's."""
+    relative = (scales.sd / scales.mean) ** 2 if scales.mean > 0 else 1.0
+    return {"alpha": Parameter(_precise(share * relative), "shape")}
 
 
-def _alpha_of_counts(scales: Scales) -> Mapping[str, Prior]:
+def _alpha_of_counts(scales: Scales) -> Mapping[str, Parameter]:
     # Share of the variance beyond Poisson's; at least a quarter, since moments may be rounded.
     beyond = 1.0 - scales.mean / scales.sd**2 if scales.mean > 0 else 1.0
     return _alpha(scales, max(beyond, 0.25))
 
 
-def _concentration(scales: Scales) -> Mapping[str, Prior]:
+def _concentration(scales: Scales) -> Mapping[str, Parameter]:
     most = scales.mean * (1.0 - scales.mean)  # the variance of shares that are 0 or 1
-    return _precise("kappa", 1.0 / max(most / scales.sd**2 - 1.0, 0.01))
+    prior = _precise(1.0 / max(most / scales.sd**2 - 1.0, 0.01))
+    return {"kappa": Parameter(prior, "concentration of shares")}
 
 
-def _thresholds(scales: Scales) -> Mapping[str, Prior]:
+def _thresholds(scales: Scales) -> Mapping[str, Parameter]:
     count = len(scales.levels) - 1
     start = np.linspace(-1.5, 1.5, count) if count > 1 else np.zeros(count)
     ordered = pm.distributions.transforms.ordered
-    return {"threshold": Prior("Normal", mu=0.0, sigma=2.5, shape=count, default_transform=ordered, initval=start)}
+    prior = Prior("Normal", mu=0.0, sigma=2.5, shape=count, default_transform=ordered, initval=start)
+    return {"threshold": Parameter(prior, "logits between levels, in order")}
 
 
 # Of outcomes on the scale of the linear predictor.
@@ -349,7 +368,7 @@ def _piecewise_hazard(cuts: Sequence[float]) -> _Hazard:
     return _Hazard(log_hazard, cumulative, inverse, reached)
 
 
-def _of_times(name: str, hazard: Callable[[Sequence[float]], _Hazard], shapes: Shapes, link: Link) -> Family:
+def _of_times(name: str, hazard: Callable[[Sequence[float]], _Hazard], shapes: Parameters, link: Link) -> Family:
     def likelihood(eta: Any, parameters: Mapping[str, Any], data: Mapping[str, Any], scales: Scales) -> Drawn:
         kind, beside = hazard(scales.cuts), {"eta": eta, **parameters}
         signature = ",".join(["()", *("(k)" if scales.cuts else "()" for _ in parameters), "()"])
@@ -410,17 +429,18 @@ def _draw_between(kind: _Hazard, eta: Any, *given: Any, rng: Any = None, size: A
     return np.where(lower == upper, time, seen)
 
 
-def _shape_of_times(scales: Scales) -> Mapping[str, Prior]:
+def _shape_of_times(scales: Scales) -> Mapping[str, Parameter]:
     # 1 / alpha is exponential, so that times may be arbitrarily regular: the sd of censored times is unknown.
-    return {"alpha": Prior("InverseGamma", alpha=1.0, beta=1.0)}
+    return {"alpha": Parameter(Prior("InverseGamma", alpha=1.0, beta=1.0), "shape")}
 
 
-def _sigma_of_times(scales: Scales) -> Mapping[str, Prior]:
-    return {"sigma": Prior("HalfNormal", sigma=2.0)}
+def _sigma_of_times(scales: Scales) -> Mapping[str, Parameter]:
+    return {"sigma": Parameter(Prior("HalfNormal", sigma=2.0), _REST)}
 
 
-def _pieces(scales: Scales) -> Mapping[str, Prior]:
-    return {"piece": Prior("Normal", mu=0.0, sigma=2.5, shape=max(len(scales.cuts), 1))}
+def _pieces(scales: Scales) -> Mapping[str, Parameter]:
+    prior = Prior("Normal", mu=0.0, sigma=2.5, shape=max(len(scales.cuts), 1))
+    return {"piece": Parameter(prior, "log hazard after a cut point, against that before the first")}
 
 
 # All families ---------------------------------------------------------------------------------------------------------

@@ -65,10 +65,10 @@ def formula(
         ``bs(x, knots=knots, lower_bound=0, upper_bound=90)`` with `constants`. Effects ``(... | site)`` vary by client,
         and ``(1 | site/ward)`` also by groups within a client.
     family
-        "gaussian", "student", "bernoulli", "binomial", "poisson", "negativebinomial", "gamma", "beta", "ordinal" or
-        "categorical"; for times "exponential", "weibull", "lognormal", "loglogistic", with coefficients of the
-        logarithm of time, or "piecewise", with coefficients of the logarithm of the hazard, which is constant between
-        the times ``constants={"cuts": [30, 90]}``. Links are the identity, the logit and the logarithm.
+        How the outcome is distributed, such as "gaussian", "bernoulli", "poisson", "ordinal", or "weibull" for times.
+        All families, with their links, other parameters and priors, are in the table of ``docs/formulas.md``, and an
+        unknown name is answered by their list. The hazard of "piecewise" is constant between the times
+        ``constants={"cuts": [30, 90]}``.
     priors
         Priors by the names that `FederatedModel.describe` shows, ``{"age": fedppl.Prior("Normal", mu=0, sigma=1)}``.
         By default they are wide on the scales that clients agreed on.

@@ -16,16 +16,7 @@ from fedppl.local import _conditional, _marginal, log_factors
 from fedppl.local import tolerances as tol
 from fedppl.local._marginal import no_mode
 from fedppl.local.nuts import NUTS
-from fedppl.local.target import (
-    gaussian_draws,
-    gaussian_moments,
-    inference,
-    log_tilted,
-    moments_of,
-    negative_hessian,
-    require_smooth,
-    start,
-)
+from fedppl.local.target import gaussian_draws, gaussian_moments, inference, joint_mode, moments_of, require_smooth
 from fedppl.numerics import importance, pairs
 from fedppl.numerics import tolerances as common
 from fedppl.numerics.integral import chunks
@@ -337,44 +328,11 @@ def Laplace() -> LocalInference:
     return LocalInference("Laplace", check=check, expand=None, tilted=_joint_tilted, draw=_joint_draw, look=look)
 
 
-def _joint_gaussian(target: Target) -> tuple[Array, Array]:
-    """Mode (m + d_k,) of the tilted distribution and its negative Hessian A, by damped Newton."""
-    density = log_tilted(target)
-    x = start(target)
-    scale = np.full(len(x), common.START_LENGTH)
-    value, gradient = density(x)
-    for _ in range(common.SEARCH_STEPS):
-        A = negative_hessian(target, x, scale)
-        eigenvalues, vectors = np.linalg.eigh(A)
-        floor = common.FLAT_CURVATURE * max(1.0, float(eigenvalues[-1]))
-        step = vectors @ ((vectors.T @ gradient) / np.maximum(np.abs(eigenvalues), floor))
-        decrement = float(gradient @ step)
-        if eigenvalues[0] > floor and decrement < tol.JOINT_ARRIVED:
-            return x, A
-        scale = 1.0 / np.sqrt(np.maximum(np.abs(np.diag(A)), 1.0))
-        length = 1.0
-        while length > tol.LEAST_STEP:
-            trial = density(x + length * step)
-            if trial[0] >= value + common.ARMIJO * length * decrement - common.GAIN_ROUNDING * abs(value):
-                break
-            length /= 2
-        else:
-            if eigenvalues[0] > floor and decrement < common.LEFT:
-                return x, A
-            break
-        x = x + length * step
-        value, gradient = trial
-    raise LocalFailure(
-        "no joint mode of (φ, θ) was found, as where a scale goes to zero. Use "
-        "local=fedppl.local.NestedLaplace() or fedppl.local.NUTS()"
-    )
-
-
 def _joint_tilted(target: Target, rng: Rng) -> Moments:
-    mode, A = _joint_gaussian(target)
+    mode, A = joint_mode(target)
     return gaussian_moments(mode, A, target.client.shared_size, {"ess": np.inf})
 
 
 def _joint_draw(target: Target, draws: int, chains: int, rng: Rng) -> Draws:
-    mode, A = _joint_gaussian(target)
+    mode, A = joint_mode(target)
     return gaussian_draws(mode, A, target.client.shared_size, draws, chains, rng, {})

@@ -11,10 +11,12 @@ import numpy as np
 from fedppl import gaussian
 from fedppl.contracts import Asked, ClientView, Draws, LocalInference, Moments, Target
 from fedppl.gaussian import Gaussian
+from fedppl.local import tolerances as tol
 from fedppl.numerics import pairs
+from fedppl.numerics import tolerances as common
 from fedppl.numerics.pairs import NO_DATA, difference_hessian
 from fedppl.settings import not_called, shown
-from fedppl.types import Array, DeclarationError, Layout, Message, Rng
+from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng
 
 
 def pack_target(q: Gaussian, cavity: Gaussian, prior_share: float) -> Message:
@@ -111,6 +113,42 @@ def negative_hessian(target: Target, x: Array, scale: Array) -> Array:
     if target.prior_share and not client.prior.is_gaussian:
         A[:m, :m] -= target.prior_share * client.prior.log_ratio_hessian(x[:m])
     return A
+
+
+def joint_mode(target: Target) -> tuple[Array, Array]:
+    """Mode (m + d_k,) of the tilted distribution over (φ, θ) and its negative Hessian A, by damped Newton.
+
+    Raises `LocalFailure` where none is found.
+    """
+    density = log_tilted(target)
+    x = start(target)
+    scale = np.full(len(x), common.START_LENGTH)
+    value, gradient = density(x)
+    for _ in range(common.SEARCH_STEPS):
+        A = negative_hessian(target, x, scale)
+        eigenvalues, vectors = np.linalg.eigh(A)
+        floor = common.FLAT_CURVATURE * max(1.0, float(eigenvalues[-1]))
+        step = vectors @ ((vectors.T @ gradient) / np.maximum(np.abs(eigenvalues), floor))
+        decrement = float(gradient @ step)
+        if eigenvalues[0] > floor and decrement < tol.JOINT_ARRIVED:
+            return x, A
+        scale = 1.0 / np.sqrt(np.maximum(np.abs(np.diag(A)), 1.0))
+        length = 1.0
+        while length > tol.LEAST_STEP:
+            trial = density(x + length * step)
+            if trial[0] >= value + common.ARMIJO * length * decrement - common.GAIN_ROUNDING * abs(value):
+                break
+            length /= 2
+        else:
+            if eigenvalues[0] > floor and decrement < common.LEFT:
+                return x, A
+            break
+        x = x + length * step
+        value, gradient = trial
+    raise LocalFailure(
+        "no joint mode of (φ, θ) was found, as where a scale goes to zero. Use "
+        "local=fedppl.local.NestedLaplace() or fedppl.local.NUTS()"
+    )
 
 
 def moments_of(mean: Array, covariance: Array, skewness: Array, diagnostics: Mapping[str, float]) -> Moments:

@@ -117,8 +117,8 @@ def grid(effects: Effects, *, coords: Mapping[str, Sequence[Any]] | None = None)
     """Builder for clients that give the log-likelihood of one quantity on a grid.
 
     Their data are ``grid``, increasing values of the quantity (n,), at least five, and ``log_likelihood``, (n,), up to
-    a constant; `interpolated` describes it between and beyond them. A profile or partial likelihood is allowed. See
-    `estimate` for parameters; here the effects return a scalar. Grids are refused, when clients enrol, that do not
+    a constant; `interpolated` describes it between and beyond them. A profile or partial likelihood is allowed.
+    See `estimate` for parameters; here the effects return a scalar. Grids are refused, when clients enrol, that do not
     increase, or beyond whose ends the log-likelihood still rises by 0.1 or more.
 
     Examples

@@ -8,19 +8,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedppl.contracts.printed import FALLBACKS, tolerance_of
+from fedppl.contracts.printed import DIAGNOSTICS, FALLBACKS, QUALITY, tolerance_of
 from fedppl.plots import _fit
 from fedppl.plots._fit import Names, Size, coordinate_names, coordinates, require_by_client
 from fedppl.settings import a_fit, chosen, shown
 from fedppl.types import Array, DeclarationError
 
 OUTCOMES = {"used": "#6fa8d6", "silent": "#d3e3f1", "skipped": "C3", "not asked": "white"}
-_UNITS = {
-    "change_mean": "largest change of a mean (sds)",
-    "change_sd": "largest change of a log sd",
-    "change_omega": "relative change of Ω",
-    "local_change": "change of local variables",
-}
 _CHANGES = ("change", "local_change")  # which tolerances bound
 _INSTEAD = {"bound": "bound on the log evidence", "heard": "clients heard so far"}
 _PHASES = ("#ffffff", "#e9f0e2", "#f3ead9", "#ece3f0")
@@ -92,7 +86,8 @@ def _column(fit: Any, name: str) -> Array:
 
 def _changes(axes: Any, fit: Any, number: Array) -> None:
     for name, values in (changes := changed(fit)).items():
-        axes.plot(number, values, "o-", ms=4, lw=1.2, label=_UNITS.get(name, name.replace("_", " ")))
+        label = DIAGNOSTICS[name].label if name in DIAGNOSTICS else name.replace("_", " ")
+        axes.plot(number, values, "o-", ms=4, lw=1.2, label=label)
     if changes:
         axes.set(yscale="log", ylabel="change in the round")
         if (bound := tolerance_of(fit.algorithm.settings)) is not None and fit.algorithm.result.tests_convergence:
@@ -133,8 +128,6 @@ def _answers(axes: Any, fit: Any, number: Array, outcome: Any) -> None:
 
 # Quality of clients' computations: effective draws, Pareto k, fallbacks, and replies that were not used ---------------
 
-PARETO = 0.7  # Pareto k beyond which moments by importance sampling are not to be trusted
-WORDS = {"ess": "effective draws", "pareto_k": "Pareto k", "rhat": "R̂"}
 _COLORS = {**OUTCOMES, "used, by a fitted t": "C4", "used, by NUTS": "C1"}
 
 
@@ -172,7 +165,7 @@ def quality(fit: Any, *, ax: Any = None, figsize: Size = None) -> Any:
     A dot may be of a round long ago: `rounds` shows when a client answered.
     """
     table = require_by_client(fit)
-    by_name = {name: values for name in WORDS if (values := reported(table, name)) is not None}
+    by_name = {name: values for name in QUALITY if (values := reported(table, name)) is not None}
     by_name = {name: values for name, values in by_name.items() if not np.all(np.isnan(values))}
     count = len(by_name) + 1
     clients = np.arange(len(fit.client_ids))
@@ -181,13 +174,13 @@ def quality(fit: Any, *, ax: Any = None, figsize: Size = None) -> Any:
         last, low, high = spans(values)
         panel.hlines(clients, low, high, color="C0", lw=1)
         panel.plot(last, clients, "o", color="C0", ms=4.5)
-        panel.set_xlabel(WORDS[name])
+        panel.set_xlabel(QUALITY[name].label)
         if name == "ess":
             _effective(panel, values)
         else:
             _fit.few_ticks(panel)
-        if name == "pareto_k":
-            panel.axvline(PARETO, color="C3", lw=1, ls="--", label=f"limit {PARETO}")
+        if (limit := QUALITY[name].limit) is not None:
+            panel.axvline(limit, color="C3", lw=1, ls="--", label=f"limit {limit}")
             _fit.legend(panel)
     left = np.zeros(len(clients))
     for word, rounds_of in counts(table).items():

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from fedppl.contracts import Posterior
-from fedppl.contracts.printed import CI_PROB, escaped, number, table
+from fedppl.contracts.printed import CI_PROB, QUALITY, escaped, number, table
 from fedppl.plots import _fit
-from fedppl.plots._clients import WORDS, changed, counts, device_graph, influence, quality, reported, rounds, spans
+from fedppl.plots._clients import changed, counts, device_graph, influence, quality, reported, rounds, spans
 from fedppl.plots._fit import Names, at_hand
 from fedppl.plots._posteriors import forest, prior_posterior
 from fedppl.settings import a_fit, file_to_write
@@ -60,7 +60,6 @@ _GLOSSARY = {
     "last_change": "last_change: change in the last round, in sds",
     "skewness": "skewness: how lopsided the posterior is; above 1, tails are rough",
 }
-_WANTED = {"ess": "many effective draws", "pareto_k": "Pareto k below 0.7", "rhat": "R̂ near 1"}
 
 
 def report(
@@ -181,9 +180,9 @@ def _clients(fit: Any) -> str:
     if fit.records:
         rounds_of = fit.idata["rounds"]
         columns |= counts(rounds_of)
-        for name, label in WORDS.items():
+        for name, diagnostic in QUALITY.items():
             if (values := reported(rounds_of, name)) is not None:
-                columns[label] = map(number, spans(values)[0])
+                columns[diagnostic.label] = map(number, spans(values)[0])
         columns["bytes sent"] = rounds_of["bytes_up"].sum("round").values
     many = f"{len(ids)} clients" if len(ids) > 1 else "One client"
     where = "in this process" if fit.clients else "with data elsewhere"
@@ -231,7 +230,7 @@ def _pictures(fit: Any, var_names: Any, population: Any, conflict: Any) -> Itera
         above = "the change in each round" if changed(fit) else "the course of the fit"
         caption = f"Above, {above}; below, which clients answered in each round."
         yield _figure("How the fit went", caption, lambda: rounds(fit))
-        wanted = [text for name, text in _WANTED.items() if name in groups["rounds"]]
+        wanted = [one.wanted for name, one in QUALITY.items() if name in groups["rounds"]]
         caption = f"What should be: {', '.join([*wanted, 'few skipped replies'])}."
         yield _figure("How well clients could compute", caption, lambda: quality(fit))
 

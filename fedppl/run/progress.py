@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fedppl.contracts import AnyAlgorithm, Engine
+from fedppl.contracts.printed import DIAGNOSTICS
 from fedppl.model.client import ClientModel
 from fedppl.model.stack import ClientsOf, samples
 from fedppl.model.summaries import tells_summary
@@ -113,17 +114,15 @@ class Progress:
                 logger.info("%s, %.1f s", self._activity, now - self._since, extra=extra)
 
 
-_UNITS = {"change_mean": " sd", "change_sd": " sd", "change_omega": "", "change": ""}
-
-
 def standing(record: Record, infos: Mapping[str, Mapping[str, float]], tolerance: float | None) -> str:
     """A round in words: phase, largest change, and the numbers of clients that were skipped and that fell back."""
     notes = [str(record.info["phase"])] if "phase" in record.info else []
-    changes = {name: value for name in _UNITS if isinstance(value := record.info.get(name), int | float)}
+    units = {name: one.unit for name, one in DIAGNOSTICS.items() if one.unit is not None}
+    changes = {name: value for name in units if isinstance(value := record.info.get(name), int | float)}
     if finite := {name: value for name, value in changes.items() if np.isfinite(value)}:
         largest = max(finite, key=lambda name: finite[name])
         bound = f" (tolerance {tolerance:g})" if tolerance is not None and not record.preliminary else ""
-        notes.append(f"change {finite[largest]:.2g}{_UNITS[largest]}{bound}")
+        notes.append(f"change {finite[largest]:.2g}{units[largest]}{bound}")
     notes += [f"{len(record.failures)} skipped"] if record.failures else []
     return ", ".join([*notes, *filter(None, [diagnostics.fallback_note(infos)])])
 

@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 from numpy.testing import assert_allclose
-from scipy.special import expit, logit
+from scipy.special import logit
 
 import fedppl
 from fedppl import Prior
 from fedppl.local import integrate
 from fedppl.run.conflicts import Likelihood, contradicted
 from tests.support.markers import slow_but
+from tests.support.tables import FAMILIES, TIMES
 
 _RNG = np.random.default_rng(12)
 _N = 90
 _FRAME = pd.DataFrame({"site": np.repeat(list("abc"), _N // 3), "x": _RNG.normal(size=_N)})
 _ETA = 0.3 * _FRAME["x"].to_numpy()
-_Draw = Callable[[np.random.Generator], Any]
 
 
-def _agreed(response: str, family: str, y: Any, **more: Any) -> Any:
+def _agreed(family: str, y: Any, **more: Any) -> Any:
     frame = _FRAME.assign(y=y, event=1)
     constants = {"constants": {"cuts": [1.0]}} if family == "piecewise" else {}
+    response = "Surv(y, event)" if FAMILIES[family].response == TIMES else "y"
     model = fedppl.formula(f"{response} ~ x", family, **constants, **more)
     return fedppl.agree(model, frame, by="site").model, frame
 
 
 def _prior(family: str, y: Any, name: str) -> Any:
-    response = "Surv(y, event)" if family in ("weibull", "loglogistic", "piecewise", "lognormal") else "y"
-    spec = _agreed(response, family, y)[0].builder.spec
-    return spec.family.parameters(spec.scales)[name]
+    spec = _agreed(family, y)[0].builder.spec
+    return spec.family.priors(spec.scales)[name]
 
 
 def test_precisions_are_about_what_mean_and_sd_say() -> None:
@@ -58,7 +58,7 @@ def test_precisions_are_about_what_mean_and_sd_say() -> None:
 
 def test_shares_have_an_intercept_about_the_logit_of_their_mean() -> None:
     shares = _RNG.beta(9990.0, 10.0, _N)
-    table = _agreed("y", "beta", shares)[0].describe()
+    table = _agreed("beta", shares)[0].describe()
     assert f"mu={logit(shares.mean()):.3g}" in table.loc["Intercept", "prior"]
     assert "mean of y" in table.loc["Intercept", "from"] and "sd of y" in table.loc["kappa", "from"]
 
@@ -73,26 +73,7 @@ def test_a_description_says_what_a_prior_comes_from() -> None:
     assert told["arm"].startswith(f"2.5 times sd of y ({sd})") and "shares of levels" in told["arm"]
     assert "root mean square" in told["site_sd"] and "same for all" in told["site_partial"]
     assert f"mean of y ({y.mean():.3g})" in told["Intercept"]
-    assert "same for all" in _agreed("Surv(y, event)", "weibull", np.exp(y))[0].describe().loc["alpha", "from"]
-
-
-def _shares(rng: np.random.Generator) -> Any:
-    mean = expit(3.4 + _ETA)
-    return rng.beta(2500 * mean, 2500 * (1 - mean))
-
-
-# Outcomes given η, the variables where they were drawn, and their precision.
-_PRECISE: dict[str, tuple[str, _Draw, list[float]]] = {
-    "gamma": ("y", lambda rng: 1e-6 * np.exp(_ETA) * rng.gamma(1e4, 1e-4, _N), [np.log(1e-6), 0.3, np.log(1e4)]),
-    "negativebinomial": ("y", lambda rng: rng.poisson(3e4 * np.exp(_ETA)), [np.log(3e4), 0.3, np.log(1e7)]),
-    "beta": ("y", _shares, [3.4, 0.3, np.log(2500)]),
-    "weibull": ("Surv(y, event)", lambda rng: 1e6 * np.exp(_ETA) * rng.weibull(40, _N), [np.log(1e6), 0.3, np.log(40)]),
-    "piecewise": (
-        "Surv(y, event)",  # a hazard of 1 until 1, of e^-7 from then on
-        lambda rng: (lambda h: np.where(h < 1, h, 1 + (h - 1) * np.exp(7)))(rng.exponential(size=_N) * np.exp(-_ETA)),
-        [0.0, 0.3, -7.0],
-    ),
-}
+    assert "same for all" in _agreed("weibull", np.exp(y))[0].describe().loc["alpha", "from"]
 
 
 def said_of(clients: Mapping[str, Any], truth: list[float]) -> str:
@@ -103,21 +84,23 @@ def said_of(clients: Mapping[str, Any], truth: list[float]) -> str:
     return contradicted(one.prior, likelihood, one.layout.labels, np.array(truth))
 
 
-@pytest.mark.parametrize("family", slow_but(_PRECISE, "weibull"))
+@pytest.mark.parametrize("family", slow_but((name for name, one in FAMILIES.items() if one.precise), "weibull"))
 def test_no_data_contradict_what_was_chosen_for_them(family: str) -> None:
     """By the test of a fit, near the posterior mean."""
-    response, draw, truth = _PRECISE[family]
-    model, frame = _agreed(response, family, draw(np.random.default_rng(2)))
+    precise = FAMILIES[family].precise
+    assert precise is not None
+    model, frame = _agreed(family, precise.draw(_ETA, np.random.default_rng(2)))
     clients = model.enrol({name: one.drop(columns="site") for name, one in frame.groupby("site")})
-    assert said_of(clients, truth) == ""
+    assert said_of(clients, precise.truth) == ""
 
 
 def test_a_prior_that_one_brings_oneself_is_contradicted_as_before() -> None:
-    _, draw, truth = _PRECISE["gamma"]
+    precise = FAMILIES["gamma"].precise
+    assert precise is not None
     own = {"alpha": Prior("Gamma", alpha=2.0, beta=0.2)}
-    model, frame = _agreed("y", "gamma", draw(np.random.default_rng(2)), priors=own)
+    model, frame = _agreed("gamma", precise.draw(_ETA, np.random.default_rng(2)), priors=own)
     clients = model.enrol({name: one.drop(columns="site") for name, one in frame.groupby("site")})
-    assert "alpha" in said_of(clients, truth)
+    assert "alpha" in said_of(clients, precise.truth)
 
 
 def test_intervals_of_precise_outcomes_are_as_narrow_as_they_are() -> None:

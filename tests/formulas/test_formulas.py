@@ -11,7 +11,6 @@ import pymc as pm
 import pytensor
 import pytest
 from numpy.testing import assert_allclose
-from scipy import stats
 from scipy.interpolate import BSpline
 from scipy.special import expit
 
@@ -23,6 +22,7 @@ from fedppl.formulas.formula import ready
 from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.results import diagnostics
 from tests.support import problems
+from tests.support.tables import FAMILIES
 
 RNG = np.random.default_rng(7)
 
@@ -50,7 +50,7 @@ def trial(sites: int = 4) -> pd.DataFrame:
                     "of": rng.integers(1, 9, size=rows),
                     "cost": rng.gamma(2.0, np.exp(0.2 * eta)),
                     "share": expit(eta + rng.normal(size=rows)),
-                    "pain": rng.choice(["little", "some", "much"], size=rows),
+                    "kind": rng.choice(["death", "home", "ward"], size=rows),
                 }
             )
         )
@@ -117,54 +117,11 @@ def test_it_is_the_model_written_by_hand() -> None:
     assert list(found.summary().index) == ["Intercept", "age", "dose[low]", "dose[none]", "site_sd"]
 
 
-def densities(frame: pd.DataFrame, family: str, eta: Any, values: dict[str, Any]) -> Any:
-    """Log density of outcomes at a linear predictor, by SciPy."""
-    mean = np.exp(eta)
-    match family:
-        case "gaussian":
-            return stats.norm.logpdf(frame["y"], eta, values["sigma"])
-        case "student":
-            return stats.t.logpdf(frame["y"], values["nu"], eta, values["sigma"])
-        case "bernoulli":
-            return stats.bernoulli.logpmf(frame["died"], expit(eta))
-        case "binomial":
-            return stats.binom.logpmf(frame["healed"], frame["of"], expit(eta))
-        case "poisson":
-            return stats.poisson.logpmf(frame["cases"], mean)
-        case "negativebinomial":
-            a = values["alpha"]
-            return stats.nbinom.logpmf(frame["cases"], a, a / (a + mean))
-        case "gamma":
-            return stats.gamma.logpdf(frame["cost"], values["alpha"], scale=mean / values["alpha"])
-        case "beta":
-            p, kappa = expit(eta), values["kappa"]
-            return stats.beta.logpdf(frame["share"], p * kappa, (1 - p) * kappa)
-        case "ordinal":
-            cuts = np.concatenate([[-np.inf], values["threshold"], [np.inf]])
-            at = frame["pain"].map({"little": 0, "some": 1, "much": 2}).to_numpy()
-            return np.log(expit(cuts[at + 1] - eta) - expit(cuts[at] - eta))
-    raise AssertionError(family)
-
-
-RESPONSES = {
-    "gaussian": "y",
-    "student": "y",
-    "bernoulli": "died",
-    "binomial": "prop(healed, of)",
-    "poisson": "cases",
-    "negativebinomial": "cases",
-    "gamma": "cost",
-    "beta": "share",
-    "ordinal": "pain",
-}
-AT = {"sigma": 0.7, "nu": 5.0, "alpha": 1.7, "kappa": 4.0, "threshold": np.array([-0.5, 0.8])}
-
-
-@pytest.mark.parametrize("family", RESPONSES)
+@pytest.mark.parametrize("family", [name for name, one in FAMILIES.items() if one.log_density])
 def test_a_family_has_the_density_that_scipy_has(family: str) -> None:
-    order = {"levels": {"pain": ["little", "some", "much"]}} if family == "ordinal" else {}
+    example = FAMILIES[family]
     right = "age * dose + np.log(hours) + offset(hours) + (1 + age | site) + (1 | site/ward)"
-    declared = fedppl.formula(f"{RESPONSES[family]} ~ {right}", family=family, **order)
+    declared = fedppl.formula(f"{example.response} ~ {right}", family=family, **example.keywords)
     model = fedppl.agree(declared, FRAME, by="site").model
     rows = FRAME[FRAME["site"] == "s2"].reset_index(drop=True)
     built = model.builder(**model.read("s2", rows))
@@ -173,9 +130,9 @@ def test_a_family_has_the_density_that_scipy_has(family: str) -> None:
     point = {name: 0.2 * rng.normal(size=np.shape(value)) for name, value in built.initial_point().items()}
     named = dict(zip(built.value_vars, built.free_RVs, strict=True))
     for variable, rv in named.items():
-        if rv.name in AT:
+        if rv.name in example.beside:
             transform = built.rvs_to_transforms[rv]
-            value = np.asarray(AT[rv.name])
+            value = np.asarray(example.beside[rv.name])
             point[variable.name] = value if transform is None else transform.forward(value, *rv.owner.inputs).eval()
     free = {rv.name: point[variable.name] for variable, rv in named.items()}
     levels = np.stack([rows["dose"] == "low", rows["dose"] == "none"], axis=1).astype(float)
@@ -186,9 +143,10 @@ def test_a_family_has_the_density_that_scipy_has(family: str) -> None:
     of_point = pytensor.function(built.value_vars, effects, mode=PYTHON_MODE, on_unused_input="ignore")
     site, wards = of_point(**point)
     eta = eta + site[0] + site[1] * age + wards[np.unique(rows["ward"], return_inverse=True)[1], 0]
-    name = RESPONSES[family].removeprefix("prop(").partition(",")[0]
+    name = example.response.removeprefix("prop(").partition(",")[0]
     found = built.compile_logp(vars=[built[name]], sum=False, mode=PYTHON_MODE)(point)[0]
-    assert_allclose(found, densities(rows, family, eta.to_numpy(), AT), rtol=1e-8, atol=1e-14)
+    assert example.log_density is not None
+    assert_allclose(found, example.log_density(rows, eta.to_numpy(), example.beside), rtol=1e-8, atol=1e-14)
 
 
 def test_the_prior_of_an_intercept_allows_for_offsets() -> None:

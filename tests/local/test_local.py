@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -27,41 +26,16 @@ from fedppl.local.target import log_tilted
 from fedppl.model.client import ClientModel
 from fedppl.testing import normal_means
 from fedppl.types import LocalFailure
-from tests.support import problems
+from tests.cases import EXACT, MEAN, WAYS, Way
+from tests.support import page, problems
 
 Array = Any
 
 # --- the ways, and problems with a closed form ------------------------------------------------------------------------
 
 
-class Way(NamedTuple):
-    """A local inference, and what it promises of a Gaussian model."""
-
-    build: Callable[[], LocalInference]
-    moments: str  # "exact", "sampled", or "mean": independent coordinates have the mean only
-    seeds_matter: bool = False  # for the moments; draws always depend on the generator
-
-
-WAYS = {
-    "NestedLaplace": Way(fedppl.local.NestedLaplace, "exact"),
-    "Laplace": Way(fedppl.local.Laplace, "exact"),
-    "ADVI": Way(fedppl.local.ADVI, "exact"),
-    "MeanField": Way(fedppl.local.MeanField, "mean"),
-    # the slowest direction of `means` has curvature 0.8: (1 - 0.03 x 0.8)^800 is 4e-9
-    "GradientSteps": Way(lambda: fedppl.local.GradientSteps(steps=800, learning_rate=0.03), "exact"),
-    "NUTS with PyMC": Way(
-        lambda: fedppl.local.NUTS(draws=500, tune=300, nuts_sampler="pymc"), "sampled", seeds_matter=True
-    ),
-    "NUTS with nutpie": Way(
-        lambda: fedppl.local.NUTS(draws=500, tune=300, nuts_sampler="nutpie"), "sampled", seeds_matter=True
-    ),
-}
-
-
 @pytest.fixture(params=list(WAYS))
 def way(request: pytest.FixtureRequest) -> Way:
-    if "nutpie" in request.param and importlib.util.find_spec("nutpie") is None:
-        pytest.skip("nutpie is not installed")
     return WAYS[request.param]
 
 
@@ -180,16 +154,16 @@ def shared_part(case: Case) -> Gaussian:
 
 
 def test_tilted_moments_are_the_closed_form(way: Way, case: Case) -> None:
-    moments = way.build().tilted(case.target, np.random.default_rng(1))
+    moments = way.local.tilted(case.target, np.random.default_rng(1))
     expected = shared_part(case)
     assert moments.mean.shape == (case.m,)
     assert moments.covariance.shape == moments.precision.shape == (case.m, case.m)
     assert moments.skewness.shape == (case.m,)
-    if way.moments == "exact":
+    if way.right == EXACT:
         assert_allclose(moments.mean, gaussian.mean(expected), rtol=0, atol=1e-6)
         assert_allclose(moments.covariance, gaussian.covariance(expected), rtol=0, atol=1e-6)
         assert_allclose(moments.precision, expected.precision, rtol=1e-5, atol=1e-5)
-    elif way.moments == "mean":
+    elif way.right == MEAN:
         assert_allclose(moments.mean, gaussian.mean(expected), rtol=0, atol=1e-5)
     else:
         ess = min(moments.diagnostics["ess"], 1000.0)
@@ -200,7 +174,7 @@ def test_tilted_moments_are_the_closed_form(way: Way, case: Case) -> None:
 
 
 def test_precisions_are_symmetric_and_positive_definite(way: Way, case: Case) -> None:
-    moments = way.build().tilted(case.target, np.random.default_rng(2))
+    moments = way.local.tilted(case.target, np.random.default_rng(2))
     assert_array_equal(moments.precision, moments.precision.T)
     assert_allclose(moments.covariance, moments.covariance.T, rtol=1e-12)
     assert np.linalg.eigvalsh(moments.precision)[0] > 0
@@ -209,7 +183,7 @@ def test_precisions_are_symmetric_and_positive_definite(way: Way, case: Case) ->
 
 def test_draws_are_of_the_joint_closed_form(way: Way, case: Case) -> None:
     """Equation 8 of FedLin: (φ, θ) from p(y, θ | φ) q_{-k}(φ)."""
-    drawn = way.build().draw(case.target, 500, 3, np.random.default_rng(3))
+    drawn = way.local.draw(case.target, 500, 3, np.random.default_rng(3))
     d = case.target.client.local_size
     assert drawn.shared.shape == (3, 500, case.m)
     assert drawn.local.shape == (3, 500, d)
@@ -217,7 +191,7 @@ def test_draws_are_of_the_joint_closed_form(way: Way, case: Case) -> None:
     ess = min(drawn.diagnostics["ess"], 1500.0)
     assert ess > 150
     mean, covariance = sample.mean(axis=0), np.cov(sample, rowvar=False).reshape(case.m + d, case.m + d)
-    if way.moments == "mean":
+    if way.right == MEAN:
         # variances of a mean-field fit are those given all other coordinates: no larger than the true ones
         conditional = 1 / np.diag(case.joint.precision)
         assert np.abs((mean - case.mean) / np.sqrt(conditional)).max() < 4 / np.sqrt(ess)
@@ -228,16 +202,16 @@ def test_draws_are_of_the_joint_closed_form(way: Way, case: Case) -> None:
 
 def test_chains_are_alike_and_differ(way: Way) -> None:
     case = the_case("means")
-    drawn = way.build().draw(case.target, 400, 2, np.random.default_rng(4))
+    drawn = way.local.draw(case.target, 400, 2, np.random.default_rng(4))
     assert not np.any(np.all(drawn.shared[0] == drawn.shared[1]))
     # difference of two means, with an ESS no better than that of the whole
-    sd = np.sqrt(case.covariance[0, 0] if way.moments != "mean" else 1 / case.joint.precision[0, 0])
+    sd = np.sqrt(case.covariance[0, 0] if way.right != MEAN else 1 / case.joint.precision[0, 0])
     difference = drawn.shared[0].mean() - drawn.shared[1].mean()
     assert abs(difference) < 4 * sd * np.sqrt(4 / min(drawn.diagnostics["ess"], 800.0))
 
 
 def test_equal_generators_give_equal_numbers(way: Way) -> None:
-    case, inference = the_case("regression"), way.build()
+    case, inference = the_case("regression"), way.local
     first, again, other = (inference.tilted(case.target, np.random.default_rng(seed)) for seed in (5, 5, 6))
     assert_same_moments(first, again)
     assert np.array_equal(first.mean, other.mean) is not way.seeds_matter
@@ -254,7 +228,7 @@ def assert_same_moments(a: Moments, b: Moments) -> None:
 
 
 def test_diagnostics_are_floats(way: Way, case: Case) -> None:
-    inference = way.build()
+    inference = way.local
     found: list[Moments | Draws] = [
         inference.tilted(case.target, np.random.default_rng(7)),
         inference.draw(case.target, 25, 2, np.random.default_rng(7)),
@@ -263,10 +237,11 @@ def test_diagnostics_are_floats(way: Way, case: Case) -> None:
         assert {type(value) for value in result.diagnostics.values()} == {float}
         assert not any(np.isnan(value) for value in result.diagnostics.values())
         assert result.diagnostics["ess"] > 0
+        assert result.diagnostics.keys() <= page.diagnostics()
 
 
 def test_names_are_for_reading(way: Way) -> None:
-    inference = way.build()
+    inference = way.local
     assert inference.name
     assert inference.name.isprintable()
     inference.check(the_case("regression").target.client)
@@ -741,7 +716,7 @@ def test_the_whole_share_gives_the_declared_prior_to_the_other_ways(way: Way) ->
     n0 = client.layout.prior
     mean, sd, mode = spread_posterior(client, n0)
     q = gaussian.from_moments(np.array([mean]), np.array([[sd**2]]))
-    inference = way.build()
+    inference = way.local
     moments = inference.tilted(Target(client, q, n0, 1.0), np.random.default_rng(0))
     if inference.name in ("Laplace", "gradient steps"):
         # the mode; the grid has steps of 5e-4, and sd^-2 at the mode is that of a density skewed by 0.4

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import fedppl
+from fedppl.formulas.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")})
@@ -80,6 +81,12 @@ def test_every_public_name_is_in_the_reference_once() -> None:
         names = exported(module) if space in BY_NAME else ()
         wanted |= {f"{module}.{name}" for name in names} if names else {module}
     assert sorted(found) == sorted(wanted)
+
+
+def test_the_page_on_formulas_has_a_row_for_each_family() -> None:
+    page = (ROOT / "docs/formulas.md").read_text(encoding="utf-8")
+    rows = page.partition("| family |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)`", rows, flags=re.MULTILINE) == list(FAMILIES)
 
 
 def test_the_front_page_is_short() -> None:

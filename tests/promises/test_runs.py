@@ -26,7 +26,7 @@ from fedppl.model.template import compilations
 from fedppl.numerics.streams import stream
 from fedppl.types import LocalFailure
 from tests.cases import CASES, noise, regression, rows
-from tests.support import problems
+from tests.support import page, problems
 from tests.support.contract import rows_of
 from tests.support.promises import Promises
 from tests.support.states import arrays, assert_ledger_holds, assert_near, assert_same, assert_same_state, changed, told
@@ -204,6 +204,9 @@ def test_a_run_keeps_what_all_promise(name: str, tmp_path: Path) -> None:
         assert len(engines[0].replies) == sum(len(step.record.asked) for step in whole.steps)
         with promises("a second run compiles nothing"):
             assert compilations() == before
+    with promises("the page on privacy names each diagnostic that leaves a client"):
+        infos = [info for step in whole.steps for info in step.record.infos.values()]
+        assert {diagnostic for info in infos for diagnostic in info} <= page.diagnostics()
     with promises("a resumed run, in threads, is the uninterrupted one"):
         assert len(whole.steps) > until
         rest = run(name, checkpoint=kept / "run.ckpt", engine=fedppl.InProcess(workers=3), **alone)

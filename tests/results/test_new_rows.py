@@ -18,23 +18,21 @@ from fedppl.formulas.families import LEVEL, TIME
 from fedppl.results import idata, predicting
 from fedppl.testing import normal_means
 from tests.support.markers import slow_but
-from tests.support.tables import RESPONSES, agreed
+from tests.support.tables import FAMILIES, agreed
 
 QUIET: Any = {"progressbar": False, "random_seed": 1}
 NEW = pd.DataFrame({"age": [40.0, 60.0, 50.0], "arm": ["drug", "none", "drug"], "ward": ["v", "v", "u"], "of": 5})
-BESIDE = {"sigma": 0.7, "nu": 12.0, "alpha": 3.0, "kappa": 4.0, "piece": [0.4, -0.2], "threshold": None}
 PARTIAL = {"site_partial": 0.6, "site_ward_partial": 0.5}
-FAMILIES = slow_but(RESPONSES, "binomial", "weibull")
 
 
 def tiled(value: Any, count: int) -> Any:
     return np.broadcast_to(np.asarray(value, dtype=float), (1, count, *np.shape(value)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "binomial", "weibull"))
 def test_means_are_what_outcomes_are_on_average_at_a_client_without_rows(family: str) -> None:
     """Both take one more client with wards of its own from the hierarchy; outcomes scatter about their means."""
-    model = agreed(f"{RESPONSES[family]} ~ age * arm + (1 | site/ward)", family)
+    model = agreed(f"{FAMILIES[family].response} ~ age * arm + (1 | site/ward)", family)
     built, count = model.builder, 4000
     spec, width = built.spec, max(len(built.spec.levels), 1)
     levels = len(spec.scales.levels)
@@ -46,9 +44,8 @@ def test_means_are_what_outcomes_are_on_average_at_a_client_without_rows(family:
         "site_sd": 0.4,
         "site_ward_sd": 0.3,
         **PARTIAL,
+        **FAMILIES[family].beside,
     }
-    values |= {name: BESIDE[name] for name in spec.family.parameters(spec.scales)}
-    values |= {"threshold": np.linspace(-0.8, 0.9, levels - 1)} if "threshold" in values else {}
     shapes = {rv.name: rv.shape.eval() for rv in built(**built.read_unseen("new", NEW)).free_RVs}
     first = 1 if width > 1 else None
     draws = {

@@ -20,6 +20,7 @@ from scipy import stats
 
 import fedppl
 from fedppl import DataError, DeclarationError, plots
+from fedppl.contracts.printed import QUALITY
 from fedppl.plots._clients import _effective
 from fedppl.plots._posteriors import _effects, density
 from fedppl.results import idata
@@ -219,7 +220,7 @@ def test_who_did_not_answer_is_seen() -> None:
 
 def test_quality_is_what_clients_said(by_ep: fedppl.Fit) -> None:
     axes = plots.quality(by_ep)
-    assert [panel.get_xlabel() for panel in axes] == ["effective draws", "Pareto k", "rounds"]
+    assert [panel.get_xlabel() for panel in axes] == [QUALITY["ess"].label, QUALITY["pareto_k"].label, "rounds"]
     for panel, name in zip(axes, ("ess", "pareto_k"), strict=False):
         told = by_ep.idata["rounds"][name].transpose("client", "round").values
         assert_allclose(dots(panel), [row[np.isfinite(row)][-1] for row in told])

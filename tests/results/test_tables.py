@@ -16,7 +16,7 @@ from fedppl import DeclarationError
 from fedppl.plots._predictions import kaplan_meier
 from fedppl.results import idata
 from fedppl.testing import normal_means
-from tests.support.tables import FRAME, RESPONSES, agreed
+from tests.support.tables import FAMILIES, FRAME, RESPONSES, agreed
 
 mpl.use("Agg")
 QUIET: Any = {"progressbar": False, "random_seed": 1}
@@ -134,29 +134,16 @@ def test_totals_add_up_what_is_shared_and_what_is_a_clients_own(family: str) -> 
     assert set(model.builder.varying) == {*(["Intercept"] if family != "ordinal" else []), "arm"}
 
 
-WHAT = {
-    "bernoulli": "odds ratio",
-    "poisson": "rate ratio",
-    "gamma": "ratio of means",
-    "weibull": "time ratio",
-    "piecewise": "hazard ratio",
-    "ordinal": "odds ratio of a higher level",
-    "categorical": "odds ratio against death",
-}
-
-
-@pytest.mark.parametrize("family", RESPONSES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_ratios_have_the_names_of_papers(family: str) -> None:
-    builder = agreed(f"{RESPONSES[family]} ~ age * arm", family).builder
-    if family in ("gaussian", "student"):
+    builder, ratio = agreed(f"{RESPONSES[family]} ~ age * arm", family).builder, FAMILIES[family].ratio
+    if not ratio:
         assert builder.effect("age", exponentiate=False) == "difference"
         with pytest.raises(DeclarationError, match="differences of means"):
             builder.effect("age", exponentiate=True)
         return
-    assert "ratio" in builder.effect("age", exponentiate=True)
-    if family in WHAT:
-        assert builder.effect("arm", exponentiate=True) == WHAT[family]
-        assert builder.effect("age:arm", exponentiate=True) == f"ratio of {WHAT[family].replace('ratio', 'ratios', 1)}"
+    assert builder.effect("age", exponentiate=True) == builder.effect("arm", exponentiate=True) == ratio
+    assert builder.effect("age:arm", exponentiate=True) == f"ratio of {ratio.replace('ratio', 'ratios', 1)}"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,12 @@ def blocks(page: Path, language: str = "python") -> list[str]:
     return [text for found, text in fences(page) if found == language]
 
 
+def diagnostics() -> set[str]:
+    """Names of clients' diagnostics in docs/privacy.md."""
+    page = (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8")
+    return set(re.findall(r"`(\w+)`", page.partition("- **Diagnostics**")[2].partition("\n- **")[0]))
+
+
 def run(code: str, where: str, names: dict[str, Any]) -> dict[str, Any]:
     """Execute a block of Python beside what the page takes for granted, and return all names."""
     exec(compile(code, where, "exec"), names)
