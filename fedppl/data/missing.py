@@ -31,7 +31,7 @@ def complete(clients: Mapping[Any, Any], missing: str) -> Any:
     if not any(counts.values()):
         return clients
     if missing == "error":
-        raise DataError(f'values are missing: {_listed(counts)}; impute them, or say missing="drop" to drop rows.')
+        raise DataError(f'values are missing: {_listed(counts)}; drop or impute them (missing="drop" drops rows).')
     kept = {k: dropped(k, data) if counts[k] else (data, 0, 0) for k, data in clients.items()}
     lines = [f"client {k}: {gone} of {rows} rows are left out" for k, (_, gone, rows) in kept.items() if gone]
     more = f", and at {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""

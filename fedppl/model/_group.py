@@ -67,7 +67,9 @@ def of_another_type(declared: Declared, given: Clients, typed: Clients) -> str |
         if _accepts(declared, whole[0], {**typed[whole[0]], name: given[whole[0]][name]}):
             what, where = f"client {odd[0]!r}: {name!r}", place_of(~fits_integers(given[odd[0]][name]))
             value = given[odd[0]][name][where]
-            return f"{what} holds {value} at index {where}, and the builder needs integers of at most 32 bits."
+            return (
+                f"{what} holds {value} at index {where}, and the builder needs integers of at most 32 bits. Correct it."
+            )
     return None
 
 
@@ -456,10 +458,12 @@ def _apart(parts: _graph.Parts, arrays: Mapping[str, Any]) -> str:
             expected = np.broadcast_shapes(*batches)
         except Exception:  # this only describes another error
             continue
-        while expected[:1] == (1,) and observed[:1] != (1,):  # axes that PyMC adds
-            expected = expected[1:]
+        while observed[:1] != (1,) and all(size[:1] == (1,) for size in (expected, *sizes)):  # axes that PyMC adds
+            expected, sizes = expected[1:], [size[1:] for size in sizes]
         if expected != observed:
-            return f"{rv.name!r} is observed with shape {observed}, and its distribution is of shape {expected}"
+            widest = max(sizes, key=len)
+            of = "" if widest == expected else f" (of a parameter of shape {widest})"
+            return f"{rv.name!r} is observed with shape {observed}, and its distribution is of shape {expected}{of}"
     return ""
 
 

@@ -75,8 +75,8 @@ def _real(what: str, value: Any) -> Any:
     if array.dtype.kind not in "biuf":
         dtype = f"{array.dtype} (a {type(value).__name__})"
         raise DataError(
-            f"{what} has dtype {dtype}, which is not numeric and real; encode it by numbers, with one code at all "
-            "clients."
+            f"{what} has dtype {dtype}, which is not numeric and real; encode it as an array of numbers, one code at "
+            "all clients."
         )
     return array
 

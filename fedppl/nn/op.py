@@ -87,6 +87,8 @@ def module(
         if flat.type.ndim != 1:
             size = functional.size_of(net)
             raise DeclarationError(f"weights have {flat.type.ndim} dimensions; pass one vector of {size} numbers.")
+    if flat.type.shape[0] not in (None, size := functional.size_of(net)):
+        raise DeclarationError(f"weights are {flat.type.shape[0]} numbers, and the network has {size}; pass as many.")
     net = functional.copy_of(net)
     value = X.get_value() if hasattr(X, "get_value") else getattr(inputs, "data", None)
     if ndim is None:
@@ -189,6 +191,8 @@ def _output_ndim(net: nn.Module, X: Array, device: torch.device) -> int:
 def called(net: nn.Module, flat: Tensor, X: Tensor) -> Tensor:
     """The output, by this thread's copy."""
     net = functional.own_copy(net)
+    if len(flat) != (size := functional.size_of(net)):
+        raise ValueError(f"weights are {len(flat)} numbers, and the network has {size}")
     return functional.call(net, functional.state_of(net, flat), X)
 
 

@@ -235,5 +235,5 @@ def test_batches_that_cannot_be_taken_are_refused() -> None:
         enrolled(two_outcomes, y=np.ones(5), z=np.ones(3)),
         enrolled(problems.without_containers, y=np.ones(4)),
     ):
-        with pytest.raises(DataError, match=rf"client '{client.client_id}'.*Use batch_size=None"):
+        with pytest.raises(DataError, match=rf"client '{client.client_id}'.*use batch_size=None"):
             check_batches(client, 2)

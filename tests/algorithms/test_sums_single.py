@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pymc as pm
 import pytest
 from numpy.testing import assert_allclose
@@ -156,3 +157,26 @@ def test_it_needs_the_clients_and_draws_them() -> None:
     assert [panel.get_xlabel() for panel in plots.influence(found)][0].startswith("shift")
     left = fedppl.without(found, "client 1", progressbar=False)
     assert left.fit.client_ids == ("client 0", "client 2", "client 3") and left.distance < 1e-6
+
+
+@pytest.mark.slow
+def test_points_move_to_the_posterior_without_a_client_that_tells_much() -> None:
+    """Correlated effects of eight clinics: some leave few of all points to the others."""
+    rng, parts = np.random.default_rng(1), []
+    for k in range(8):
+        x = rng.normal(size=int(rng.integers(15, 60)))
+        eta = 1.2 + rng.normal(0, 0.7) + (0.6 + rng.normal(0, 0.4)) * x
+        parts.append(pd.DataFrame({"clinic": f"c{k}", "x": x, "y": rng.poisson(np.exp(eta))}))
+    model, frame = fedppl.formula("y ~ x + (1 + x | clinic)", "poisson"), pd.concat(parts, ignore_index=True)
+    found = fit(model, frame, by="clinic")
+    table = found.influence()
+    assert bool(table["exact"].all())
+    for name in ("c4", "c7"):
+        others = fedppl.without(found, name, certificate=False, progressbar=False).fit
+        mean, covariance = (others.idata["fit"][key].values for key in ("mean_vector", "covariance_matrix"))
+        sd = np.sqrt(np.diag(covariance))
+        one = table.sel(client=name)
+        assert np.max(np.abs(one["mean"].values - mean) / sd) < 0.1
+        assert_allclose(one["sd"].values, sd, rtol=0.07)
+        predictive = found.log_evidence.value - others.log_evidence.value
+        assert float(one["log_predictive"]) == pytest.approx(predictive, abs=0.06)

@@ -21,9 +21,7 @@ def test_the_last_layers_posterior_is_that_of_all_its_derivatives() -> None:
     rng = np.random.default_rng(1)
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3)).double()
     X, new, precision = rng.normal(size=(12, 3)), rng.normal(size=(5, 3)), 0.7
-    own = SimpleNamespace(
-        client=SimpleNamespace(view=lambda _: SimpleNamespace(unit=SimpleNamespace(loaded=lambda _: net))), weights=None
-    )
+    own = SimpleNamespace(client=SimpleNamespace(view=lambda _: SimpleNamespace(loaded=lambda _: net)), weights=None)
     found = uncertainty.last_layer(own, {"X": X}, precision)(new)
 
     def outputs(x: np.ndarray) -> np.ndarray:

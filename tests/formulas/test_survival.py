@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
+import cloudpickle
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pymc as pm
@@ -251,3 +254,25 @@ def test_no_times_at_all_are_refused() -> None:
 def test_never_is_beyond_all_times() -> None:
     held = agreed("Surv(time, event) ~ age", "weibull").read("s1", rows("s1"))
     assert np.all((held["limit"] == NEVER) == (rows("s1")["event"] == 1)) and np.isfinite(NEVER)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: cloudpickle.loads(cloudpickle.dumps(model))])
+def test_a_copied_formula_reads_the_same_arrays(copied: Any) -> None:
+    """Kinds of outcomes are compared by identity: a copy has the constants themselves."""
+    frame = pd.DataFrame({"site": ["a", "a", "b", "b"], "t": [1.0, 2.0, 3.0, 4.0], "e": [1, 0, 1, 1]})
+    model = fedppl.agree(fedppl.formula("Surv(t, e) ~ 1 + (1 | site)", "exponential"), frame, by="site").model
+    ours, theirs = (one.read("a", frame.iloc[:2]) for one in (model, copied(model)))
+    assert sorted(ours) == sorted(theirs) and "limit" in ours
+    for name, value in ours.items():
+        np.testing.assert_array_equal(theirs[name], value)
+
+
+def test_times_are_checked_by_their_curve() -> None:
+    """A picture of times until an event is of the probability of no event, not of times that censoring cut off."""
+    rng = np.random.default_rng(3)
+    frame = pd.DataFrame({"site": np.repeat(["a", "b", "c"], 20), "t": rng.exponential(2.0, 60)})
+    frame["e"] = rng.random(60) < 0.7
+    model = fedppl.formula("Surv(t, e) ~ 1 + (1 | site)", "exponential")
+    axes = fedppl.plots.check(fedppl.fit(model, frame, by="site", **QUIET), draws=100, random_seed=1)
+    assert axes[1].get_xlabel().startswith("P(no event)")
+    plt.close("all")

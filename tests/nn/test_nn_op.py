@@ -428,3 +428,10 @@ def test_outcomes_of_another_shape_than_the_output_are_told_by_both(name: str, r
         model.enrol({"a": {"X": rng.normal(size=(12, 3)), "y": rng.integers(2, size=shape)}}, kernel=False)
     for word in ("'a'", *words):
         assert word in str(refused.value)
+
+
+@pytest.mark.parametrize("size", [22, 30])
+def test_weights_of_another_number_are_refused(size: int) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    with pm.Model(), pytest.raises(fedppl.DeclarationError, match=rf"{size} numbers.*21"):
+        fedppl.nn.module(net, pm.Normal("w", shape=size), np.zeros((5, 3)))

@@ -202,3 +202,17 @@ def test_a_container_may_hold_the_same_values_in_another_type() -> None:
 
     enrolled = FederatedModel(indexed, ["mu"]).enrol({"a": {"group": np.array([0.0, 1.0, 2.0]), "y": Y}}, kernel=False)
     assert enrolled["a"].shared_size == 3
+
+
+class _Odd(DeclarationError):
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+
+
+@pytest.mark.parametrize("error", [_Odd("ages", "below 0"), DeclarationError("client ages are below 0")])
+def test_a_builders_own_error_gets_the_clients_name(error: Exception) -> None:
+    def builder(y: Any) -> pm.Model:
+        raise error
+
+    with pytest.raises(DeclarationError, match=r"^client 'a': .*ages"):
+        FederatedModel(builder, ["mu"]).enrol({"a": {"y": np.zeros(3)}})

@@ -95,9 +95,9 @@ LOCAL = [build for build in BUILDERS if "local" in inspect.signature(build).para
     ("local", "remedy"),
     [
         (fedppl.local.NUTS, r"call it: fedppl\.local\.NUTS\(\)"),
-        ("nuts", r"pass fedppl\.local\.NUTS\(\), with brackets"),
-        ("nested_laplace", r"pass fedppl\.local\.NestedLaplace\(\), with brackets"),
-        (3, r"one that is built, such as fedppl\.local\.NestedLaplace\(\)"),
+        ("nuts", r"pass fedppl\.local\.NUTS\(\)"),
+        ("nested_laplace", r"pass fedppl\.local\.NestedLaplace\(\)"),
+        (3, r"pass one, such as fedppl\.local\.NestedLaplace\(\)"),
     ],
 )
 def test_a_local_inference_that_is_not_built(build: Callable[..., Any], local: Any, remedy: str) -> None:
