@@ -147,8 +147,8 @@ def loo_compare(
     Returns
     -------
     pandas.DataFrame
-        A row a model: ``rank``, ``elpd``, its standard error ``se``, ``p_loo``, by how much the best has
-        more, ``elpd_diff``, with the standard error ``dse`` of paired rows, the stacking ``weight``, and how many rows have a
+        A row a model: ``rank``, ``elpd``, its standard error ``se``, ``p_loo``, ``elpd_diff``, by how much the best has
+        more, with the standard error ``dse`` of paired rows, the stacking ``weight``, and how many rows have a
         Pareto k above the limit, ``bad``; the ``status`` of the fit.
 
     Raises
