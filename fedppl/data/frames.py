@@ -468,10 +468,12 @@ def require_ids(clients: Mapping[Any, Any]) -> None:
         parts, text = client_id if isinstance(client_id, tuple) else (client_id,), str(client_id).strip()
         is_odd = not text or any(unicodedata.category(sign) in ("Cc", "Cs") for sign in str(client_id))
         if is_odd or any(is_missing(part) or isinstance(part, bytes | frozenset) for part in parts):
-            rule = "a text (not empty, no control characters), a number, or a tuple of these"
+            rule = "a text that is not empty and without control characters, a number, or a tuple of these"
             raise DataError(f"a client's id is {client_id!r}; name the client by {rule}, or drop its rows.")
         if (other := by_text.setdefault(text, client_id)) is not client_id:
-            raise DataError(f"client ids {other!r} and {client_id!r} are not distinct as texts; rename one.")
+            raise DataError(
+                f"client ids {other!r} and {client_id!r} are not distinct as texts without blanks; rename one."
+            )
 
 
 def is_missing(value: Any) -> bool:
@@ -494,7 +496,7 @@ def keys_of(by: Any, known: Sequence[Any], index: Iterable[Any] = ()) -> list[An
     try:
         set(keys)
     except TypeError as error:  # arrays and Series
-        kind = next(type(key).__name__ for key in keys if not isinstance(key, Hashable))
+        kind = next((type(key).__name__ for key in keys if not isinstance(key, Hashable)), type(keys[0]).__name__)
         raise DataError(f"by= is of type {kind}; put the values into a column, and pass its name.") from error
     if absent := [key for key in keys if key not in known]:
         lower = {str(name).casefold(): name for name in reversed(known)}

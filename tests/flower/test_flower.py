@@ -528,7 +528,7 @@ def test_a_site_draws_no_posterior_from_a_q_that_never_arrived(
         result = fit(grid, model, len(clients), participation=1, callback=lambda step: True)
     assert not list(tmp_path.glob("*.nc")) and "not asked to draw their posteriors" in caplog.text
     assert "posterior" not in result.idata
-    with pytest.raises(fedppl.NotConvergedError, match="has not arrived.*unconverged=True"):
+    with pytest.raises(fedppl.NotConvergedError, match="not at an end.*unconverged=True"):
         _ = result.posterior
 
 

@@ -233,10 +233,13 @@ def checked(
 ) -> Settings:
     """Settings in range; `usual` are the default milestones, which do not count where there is one learning rate."""
     rates, places = (tuple(x) if isinstance(x, tuple | list) else (x,) for x in (rate, milestones))
+    try:
+        rates, places = tuple(positive("rate", x) for x in rates), tuple(whole("round", x) for x in places)
+    except DeclarationError:
+        rates = ()
     if not rates:
-        raise DeclarationError(f"learning_rate={shown(rate)} must be positive, one or a tuple of them.")
-    rates = tuple(positive("learning_rate", x, "one or a tuple of them") for x in rates)
-    places = tuple(whole("milestones", x, hint="it is a tuple of rounds") for x in places)
+        of = f"learning_rate={shown(rate)} must be positive and finite, one or a tuple of them"
+        raise DeclarationError(f"{of}, and milestones={shown(milestones)} whole numbers, at least 1.")
     if len(rates) == 1 and places == usual:
         places = ()
     if len(places) != len(rates) - 1 or any(b <= a for a, b in itertools.pairwise(places)):
