@@ -176,6 +176,7 @@ EVERYWHERE = 4  # one of so many points, where θ is integrated at all; docs/exa
 MORE_POINTS = 4  # times as many, in a remedy, for half the error; equation; − may not do, + time
 SINGLE_POINTS, SINGLE_CLIENTS = 512, 512  # of a scramble for single clients; of whom all are asked; time; − by q
 SINGLE_MOVES = 4  # of points to the posterior without a client that tells much; trial; − fewer are exact, + time
+SINGLE_MOVED = 192  # points of a scramble after a move; time; − fewer are exact, + time
 SINGLE_HALVINGS = 6  # of the power of their weights, until enough are effective; trial; − stays, + slow steps
 GAUSSIAN_DRAWS = 4096  # points of q for clients' draws; memory; − chance, + memory
 MADE_UP = 1e-5  # of the posterior, farthest out, where no value tells of a surrogate; trial; − skewness of its own

@@ -465,7 +465,7 @@ def _moved(
         weights = next((one for one in flatter if effective_size(one) >= common.EACH_TELLS * size), None)
         if weights is None:
             return before
-        points, scramble, log_proposal = _weigh.candidates_about(whole, u, weights, tol.SINGLE_POINTS)
+        points, scramble, log_proposal = _weigh.candidates_about(whole, u, weights, tol.SINGLE_MOVED)
         center = weights @ to_phi(u, coordinates)
         try:
             values = [factor(other, points, center, prior_share).values for other in others]
