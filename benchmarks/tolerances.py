@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fedppl
 from benchmarks._exactness import models, more_models
+from fedppl import gaussian
 from fedppl.types import Array
 
 PACKAGES = ("numerics", "local", "algorithms")
@@ -122,7 +123,8 @@ def _fit(model: fedppl.FederatedModel, clients: Any) -> Outcome:
         q = fit.posterior
     except Exception as error:  # a value that cannot be used is a result of the sweep
         return Outcome(type(error).__name__, np.zeros(1), np.ones(1), 0.0, time.process_time() - started)
-    return Outcome(fit.status.value, q.mean, np.sqrt(np.diag(q.covariance)), evidence, time.process_time() - started)
+    seconds = time.process_time() - started
+    return Outcome(fit.status.value, gaussian.mean(q), gaussian.standard_deviations(q), evidence, seconds)
 
 
 def _difference(usual: dict[str, Outcome], other: dict[str, Outcome]) -> dict[str, Any]:

@@ -468,12 +468,12 @@ def _moved(
         points, scramble, log_proposal = _weigh.candidates_about(whole, u, weights, tol.SINGLE_MOVED)
         center = weights @ to_phi(u, coordinates)
         try:
-            values = [factor(other, points, center, prior_share).values for other in others]
+            factors = [factor(other, points, center, prior_share) for other in others]
             own = factor(client, points, center, 0.0)
         except LocalFailure as error:
             logger.warning("the posterior without client %s is not exact: %s", client.client_id, error)
             return before
-        log_density = np.sum(values, axis=0) + gaussian.log_kernel(prior, points)
+        log_density = np.sum([one.values for one in factors], axis=0) + gaussian.log_kernel(prior, points)
         if prior_share:  # the client's own share of the prior
             log_density = log_density + prior_share * client.prior.log_ratio(points)
         u, log_weights = of_phi(points, coordinates), np.nan_to_num(log_density - log_proposal, nan=-np.inf)
@@ -485,6 +485,9 @@ def _moved(
         if left is None:
             return before
         left = left._replace(second_k=second_k(left.weights, u, left.weights))
+        noise = left.weights @ np.sqrt(np.sum([one.errors**2 for one in factors], axis=0))
+        if noise > common.MOST_NOISE or np.mean(np.isnan(log_density)) > common.MOST_LOST:
+            left = left._replace(error=np.inf)  # of what clients do not know, or have no value at
         before = before._replace(weighted=left)
         if is_trusted(left):
             cavity = gaussian.from_moments(left.mean, left.covariance)
