@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fedppl import audit
 from fedppl.engine.guard import Guard, Ledger, Run
-from fedppl.engine.policy import Policy
+from fedppl.engine.policy import Policy, resolved
 from fedppl.storage.codec import plain
 from fedppl.storage.signed import read_account, write_account
 from fedppl.types import DataError
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 _ALL_OF = 1000
 
 
-def in_folder(rules: Policy, folder: Path, name: str) -> Guard:
+def in_folder(rules: Policy, folder: Path, name: str, *, masked: bool = False) -> Guard:
     """A guard whose account lies in a folder, under a client's own name. The caller holds the site's lock."""
     # The log is written before the ledger: if a process dies in between, nothing has left under the last line.
     account = _Account(folder, name)
-    return Guard(rules, account.read, account.write)
+    return Guard(resolved(rules, masked=masked), account.read, account.write, masked)
 
 
 class _Account:

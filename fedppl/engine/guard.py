@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from pytensor.graph.traversal import ancestors
 
 from fedppl import privacy
@@ -18,7 +21,7 @@ from fedppl.engine.few_rows import refuse_model, refuse_points
 from fedppl.engine.policy import Holdings, Policy, Release
 from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.storage import codec as _digest
-from fedppl.types import DeclarationError, Message
+from fedppl.types import Array, DeclarationError, Message
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +54,12 @@ class Guard(NamedTuple):
     policy: Policy
     read: Callable[[], Ledger]
     write: Callable[[Ledger, Mapping[str, Any]], None]  # the ledger, and a line for the log, which comes first
+    masked: bool = False  # whether replies leave in sums under masks alone
+    cohort: Holdings | None = None  # what the cohort of a request has, where it was counted under masks
 
 
-def in_memory(rules: Policy, client_id: str) -> Guard:
-    """A guard whose account ends with the process; refusals go to Python's log."""
+def in_memory(rules: Policy, client_id: str, cohort: Holdings | None = None) -> Guard:
+    """A guard whose account ends with the process, of a client in a cohort or alone; refusals go to Python's log."""
     ledger = [Ledger()]
 
     def write(after: Ledger, entry: Mapping[str, Any]) -> None:
@@ -62,7 +67,8 @@ def in_memory(rules: Policy, client_id: str) -> Guard:
         if entry.get("refused"):
             logger.warning("client %s refuses a request by %s", client_id, entry["refused"])
 
-    return Guard(rules, lambda: ledger[0], write)
+    masked = cohort is not None
+    return Guard(policy.resolved(rules, masked=masked), lambda: ledger[0], write, masked, cohort)
 
 
 def note(guard: Guard, rule: str | None, **entry: Any) -> None:
@@ -98,14 +104,17 @@ def refuse_data(
     guard: Guard, client: Any, algorithm: AnyAlgorithm, changed: Callable[[], str | None] = lambda: None
 ) -> str | None:
     """The rule that the client's data break, or their changes since answers; its text must not leave the site."""
-    rule = _of_data(guard.policy, algorithm, client) or changed()
+    rule = _of_data(guard, algorithm, client) or changed()
     note(guard, rule, **_introduction(client))
     return rule
 
 
-def _of_data(rules: Policy, algorithm: AnyAlgorithm, client: Any) -> str | None:
-    rule = policy.refuse_data(rules, client.layout.size, client.view(holdings))
-    return rule or refuse_model(rules, client, algorithm.disclosure.by_row)
+def _of_data(guard: Guard, algorithm: AnyAlgorithm, client: Any) -> str | None:
+    """The rule that data break: those of the cohort, once it is counted, where replies leave in sums under masks."""
+    counted = not guard.masked or guard.policy.epsilon is not None
+    held = client.view(holdings) if counted else guard.cohort
+    rule = None if held is None else policy.refuse_data(guard.policy, client.layout.size, held)
+    return rule or refuse_model(guard.policy, client, algorithm.disclosure.by_row)
 
 
 def _introduction(client: Any) -> dict[str, Any]:
@@ -136,7 +145,7 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
     entry["request_digest"] = digest(request)
     # Names of arrays that `checked` adds: a server's own arrays under them are dropped.
     request = request._replace(message={k: v for k, v in request.message.items() if k not in _OWN})
-    rule, request, points = checked(guard.policy, ledger, algorithm, client, request)
+    rule, request, points = checked(guard, ledger, algorithm, client, request)
     if rule is not None:
         _written(guard, _after_refusal(ledger, rule), rule, **entry)
         return None
@@ -172,15 +181,16 @@ def _after_refusal(ledger: Ledger, rule: str) -> Ledger:
 
 
 def checked(
-    rules: Policy, ledger: Ledger, algorithm: AnyAlgorithm, client: Any, request: Request
+    guard: Guard, ledger: Ledger, algorithm: AnyAlgorithm, client: Any, request: Request
 ) -> tuple[str | None, Request, int]:
     """The first rule that the request breaks, or None; the request with its allowed points; how many are counted."""
+    rules = guard.policy
     last = ledger.runs.get(request.run, Run())
     if request.round <= last.round:
         return f"round: {request.round} comes after {last.round} of this run", request, 0
     rule = _too_many(rules, ledger) or policy.refuse_algorithm(rules, algorithm)
     rule = rule or policy.refuse_declaration(rules, lambda: client.declaration)
-    rule = rule or _of_data(rules, algorithm, client)
+    rule = rule or _of_data(guard, algorithm, client)
     rule = rule or policy.refuse_release(rules, algorithm.disclosure.noise_multiplier, ledger.spent, ledger.unknown)
     rule = rule or not_approved(rules, request)
     rule = rule or _not_a_share(request)
@@ -296,7 +306,7 @@ def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Re
     target = {name: value for name, value in request.message.items() if name not in _OF_POINTS}
     as_asked = request._replace(round=last.round + 1, message=target)
     concluding = algorithm._replace(disclosure=algorithm.disclosure._replace(asks=concludes))
-    rule = rule or checked(guard.policy, ledger, concluding, client, as_asked)[0]
+    rule = rule or checked(guard, ledger, concluding, client, as_asked)[0]
     rule = rule or _elsewhere(guard, ledger, client, request)
     ledger = _after_refusal(ledger, rule) if rule else _charged(ledger)
     entry = {"event": "request", "run": request.run, "client": request.client_id, "asked": list(names)}
@@ -350,7 +360,7 @@ def admit_declaration(guard: Guard, key: str) -> bool:
 
 def refuse_rows(guard: Guard, rows: int | None) -> bool:
     """Whether there are certainly fewer rows than the policy wants, so that nothing may be computed from them."""
-    if rows is None or rows >= guard.policy.rows:
+    if rows is None or rows >= guard.policy.rows or (guard.masked and guard.policy.epsilon is None):
         return False
     note(guard, f"rows: {rows} at most, at least {guard.policy.rows} wanted", event="introduction")
     return True
@@ -390,23 +400,90 @@ def refuse_agreement(guard: Guard, digest: str, client_id: str, why: str) -> Non
     _written(guard, after, f"agreement: {why}", event="agreement", run=name, client=client_id)
 
 
+# Cohorts, in whose sums under masks a client takes part ---------------------------------------------------------------
+
+_COHORT, _MEMBERS = "cohort\n", "members\n"  # prefixes in a ledger; names of runs are printable, so that none begins so
+
+
+def admit_cohort(guard: Guard, run: str, names: Sequence[str], digest: str) -> bool:
+    """Count the cohort of a run, before counts of rows leave in its sum; False where a rule refuses it.
+
+    A run has one cohort. Sums over two sets of sites that differ by a site tell that site's part, whatever the run and
+    the declaration: so different sets are counted over all runs.
+    """
+    ledger, key = guard.read(), f"{_COHORT}{run}"
+    entry = {"event": "cohort", "run": run, "members": list(names)}
+    known = ledger.runs.get(key)
+    if known is not None:
+        other = "cohort: another one than that with which this run began; begin a new run"
+        return known.digest == digest or _written(guard, ledger, other, **entry)
+    members = f"{_MEMBERS}{hashlib.sha256(json.dumps(sorted(names)).encode()).hexdigest()[:32]}"
+    sets = {name for name in ledger.runs if name.startswith(_MEMBERS)} | {members}
+    rule = policy.refuse_cohort(guard.policy, len(names), len(sets)) or _too_many(guard.policy, ledger)
+    rule = rule or not_approved(guard.policy, Request("", 0, 0, (), {}, run))
+    if rule is None:
+        private = guard.policy.epsilon is not None  # then no counts leave
+        ledger = ledger._replace(requests=ledger.requests + 1) if private else _charged(ledger)
+        ledger = _with_run(_with_run(ledger, members, Run()), key, Run(0, digest))
+    return _written(guard, ledger, rule, **entry)
+
+
 # The numbers of rows and events of a client's observed variables. A thin edge to PyMC ---------------------------------
+
+_EVER = 2.0**99  # later times stand for events that were never seen
+_CATEGORIES = 32  # that are counted each, the last with all beyond it: all clients' counts have one length
+
+
+class Tally(NamedTuple):
+    """Counts of one client; those of several add up."""
+
+    rows: int  # of the observed variable that has the fewest
+    kinds: tuple[tuple[str, NDArray[np.int64]], ...]  # of each variable of such outcomes: a rule, and counts
 
 
 def holdings(client: Any) -> Holdings:
-    """Count rows and events in the client's own model; a potential counts as the shortest of the data that it reads."""
+    """Rows and events in the client's own model."""
+    return held(tally(client))
+
+
+def tally(client: Any) -> Tally:
+    """Count rows and outcomes in the client's own model; a potential counts as the shortest data that it reads."""
     model = client.pymc_model()
     outcomes = [(rv, _value(model.rvs_to_values[rv])) for rv in model.observed_RVs]
     lengths = [len(value) if value.ndim else 1 for _, value in outcomes]
-    events = [count for rv, value in outcomes if (count := _events(rv, value)) is not None]
+    kinds = [counts for rv, value in outcomes if (counts := _kinds(rv, value)) is not None]
     data = set(model.data_vars)
     for potential in model.potentials:
         read = [np.shape(variable.get_value()) for variable in ancestors([potential]) if variable in data]
         lengths += [shape[0] for shape in read if shape] or [1] * bool(read)
-    return Holdings(min(lengths, default=0), min(events, default=None))
+    return Tally(min(lengths, default=0), tuple(kinds))
 
 
-_EVER = 2.0**99  # later times stand for events that were never seen
+def numbers(counts: Tally) -> Array:
+    """Counts as one vector, for a sum over a cohort."""
+    return np.concatenate([[counts.rows], *(kinds for _, kinds in counts.kinds)]).astype(float)
+
+
+def summed(counts: Tally, total: Array, sites: int) -> Holdings:
+    """Rows and events of a cohort, of the summed vectors of its sites, of which this client is one."""
+    ends = np.cumsum([1, *(len(kinds) for _, kinds in counts.kinds)])
+    parts = np.split(np.rint(total).astype(np.int64), ends[:-1])[1:]
+    kinds = tuple((rule, part) for (rule, _), part in zip(counts.kinds, parts, strict=True))
+    return held(Tally(int(round(float(total[0]))), kinds))._replace(sites=sites)
+
+
+def held(counts: Tally) -> Holdings:
+    """Rows, and the outcomes of the rarest kind."""
+    events = [rarest for rule, kinds in counts.kinds if (rarest := _rarest(rule, kinds)) is not None]
+    return Holdings(counts.rows, min(events, default=None))
+
+
+def _rarest(rule: str, counts: NDArray[np.int64]) -> int | None:
+    if rule == "binary":  # zeros, ones, and others: of counts that happen to be small outcomes are not of kinds
+        return None if counts[2] else int(np.min(counts[:2]))
+    if rule == "categories":
+        return int(np.min(counts[counts > 0], initial=np.iinfo(np.int64).max))
+    return int(np.min(counts))
 
 
 def _value(variable: Any) -> Any:
@@ -415,20 +492,22 @@ def _value(variable: Any) -> Any:
     return np.asarray(variable.data if hasattr(variable, "data") else variable.eval(mode=PYTHON_MODE))
 
 
-def _events(rv: Any, value: Any) -> int | None:
-    """Number of outcomes of the rarest kind; None where outcomes are not of kinds."""
+def _kinds(rv: Any, value: Any) -> tuple[str, NDArray[np.int64]] | None:
+    """Numbers of outcomes of each kind, and the rule by which they are read; None where outcomes are not of kinds."""
     op = rv.owner.op
     name = str(getattr(op, "name", None) or getattr(op, "_print_name", ("",))[0])
     weighted, name = name.startswith("weighted_"), name.removeprefix("weighted_")
     if name == "right_censored":  # a time is an event where it is before its limit
-        return int(np.sum(value < _value(op.dist_params(rv.owner)[-2 if weighted else -1])))
+        return "events", np.array([np.sum(value < _value(op.dist_params(rv.owner)[-2 if weighted else -1]))])
     if name == "seen_between":  # an event was where the time is known to be before another
-        return int(np.sum(_value(op.dist_params(rv.owner)[-2 if weighted else -1]) < _EVER))
+        return "events", np.array([np.sum(_value(op.dist_params(rv.owner)[-2 if weighted else -1]) < _EVER)])
     if value.dtype.kind not in "biu":
         return None
     if name in ("binomial", "beta_binomial"):
         trials = np.broadcast_to(_value(op.dist_params(rv.owner)[0]), value.shape)
-        return int(min(np.sum(value), np.sum(trials - value)))
-    if np.all((value == 0) | (value == 1)):
-        return int(min(np.sum(value), value.size - np.sum(value)))
-    return int(np.unique(value, return_counts=True)[1].min()) if name in ("categorical", "ordered_logistic") else None
+        return "events", np.array([np.sum(value), np.sum(trials - value)])
+    if name in ("categorical", "ordered_logistic"):
+        each = np.clip(value.ravel().astype(np.int64), 0, _CATEGORIES - 1)
+        return "categories", np.bincount(each, minlength=_CATEGORIES)
+    pair = [np.sum(value == 0), np.sum(value == 1)]
+    return "binary", np.array([*pair, value.size - sum(pair)], dtype=np.int64)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fedppl.contracts import (
     Accept,
     AnyAlgorithm,
@@ -30,8 +32,8 @@ from fedppl.contracts import (
     unheard,
 )
 from fedppl.engine.answer import answer, checked, level_of, message_of, take, take_sum
-from fedppl.engine.guard import admit_algorithm, in_memory, refuse_data
-from fedppl.engine.policy import Policy
+from fedppl.engine.guard import admit_algorithm, in_memory, numbers, refuse_data, summed, tally
+from fedppl.engine.policy import Holdings, Policy, refuse_cohort
 from fedppl.model.client import reader_of
 from fedppl.model.interpreted import set_back, settings
 from fedppl.model.stack import ClientsOf, samples
@@ -69,7 +71,8 @@ class InProcessEngine:
             masks.require_enough(len(models))
             self._secure = masks
         self._cohorts: dict[str, Mapping[str, Any]] = {}  # by run, where sums are secure
-        self._guards = {} if policy is None else {client_id: in_memory(policy, client_id) for client_id in models}
+        cohort = None if policy is None else _cohort_of(models, policy, secure=secure)
+        self._guards = {} if policy is None else {name: in_memory(policy, name, cohort) for name in models}
         for client_id, guard in self._guards.items():
             try:
                 admit_algorithm(guard, algorithm, models[client_id])
@@ -267,6 +270,19 @@ class InProcessEngine:
         finally:  # also in a thread that is late, or was left behind by an interrupt
             set_back(self._settings)
         return replies
+
+
+def _cohort_of(models: Mapping[str, Any], rules: Policy, *, secure: bool) -> Holdings | None:
+    """Counts over all clients, where a policy holds and replies are summed under masks; or DeclarationError."""
+    if not secure:
+        if rules.sums == "required":
+            remedy = "pass secure=True, or a policy with sums='optional'"
+            raise DeclarationError(f"policy= has sums='required', and single replies would leave; {remedy}.")
+        return None
+    if rule := refuse_cohort(rules, len(models), 1):
+        raise DeclarationError(f"clients do not take part: {rule}.")
+    tallies = [tally(model) for model in models.values()]
+    return summed(tallies[0], np.sum([numbers(one) for one in tallies], axis=0), len(models))
 
 
 def InProcess(*, workers: int | None = None, policy: Policy | None = None, secure: bool = False) -> EngineFactory:

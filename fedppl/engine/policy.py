@@ -6,7 +6,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,10 +25,18 @@ _LOWER = "; a policy with another limit allows it, see docs/privacy.md"
 _AS_TOML = "; TOML has true, false and inf, texts in quotes and lists in brackets"
 
 CONCLUSIONS = ("loo", "conflict")
+_SUMS = ("required", "optional")
+FEWEST_SITES = 3  # of a cohort: of two each would know the other's part
+
+# Points of sums that are allowed where a policy names no number: of 250 rows together none is found from as many
+# (benchmarks/reconstruction.py --cohort, docs/privacy.md); a fit by sums asks at 2,500 to 9,000.
+POINTS_OF_SUMS = 20_000
 _WHOLE = (  # limits that are whole numbers, with their least values; those from 1 on may be inf
     ("rows", 0, "0 allows any number"),
     ("events", 0, "0 allows any number"),
-    ("points", 0, "0 allows no log densities at points"),
+    ("points", 0, "0 allows no log densities at points, None the usual number"),
+    ("fewest_sites", FEWEST_SITES, "of two sites each would know the other's part"),
+    ("cohorts", 1, "inf allows any number"),
     ("few_rows", 0, "0 does not look at it"),
     ("requests", 1, "inf allows any number"),
     ("agreement", 1, "inf tells nothing of the rows"),
@@ -48,25 +56,37 @@ class Release(NamedTuple):
 
 
 class Holdings(NamedTuple):
-    """The counts that the rules on data use."""
+    """The counts that the rules on data use, of a client or of a cohort."""
 
     rows: int  # of the observed variable that has the fewest
     events: int | None  # outcomes of the rarest kind; None where outcomes are not of kinds
+    sites: int = 1
 
 
 @dataclass(frozen=True)
 class Policy:
     r"""What a site allows, whoever runs the server.
 
-    Rules on data are decided when the site introduces itself, and the server learns one bit: whether the site takes
-    part. All other rules but `few_rows` and a function for `approval` depend on this request and earlier ones, not on
-    data. Every refusal has the same text. A refusal by `few_rows` tells a bit, and counts as a request. Limits count
-    over all runs.
+    By default nothing of a site leaves alone: its replies are added to those of at least two others under masks, and
+    rows are counted over all sites of the cohort. Where single replies may leave (``sums="optional"``) rules on data
+    are decided when the site introduces itself, and the server learns one bit: whether the site takes part. All other
+    rules but `few_rows` and a function for `approval` depend on this request and earlier ones, not on data. Every
+    refusal has the same text. A refusal by `few_rows` tells a bit, and counts as a request. Limits count over all runs.
 
     Parameters
     ----------
+    sums
+        "required": replies leave in sums over a cohort alone, under masks (`Flower.client_app(secure=)`), and neither
+        counts nor summaries of this site leave otherwise. "optional" allows single replies too, as `fedppl.EP` needs
+        them.
+    fewest_sites
+        Fewest sites of a cohort, this one counted; at least 3.
+    cohorts
+        Most different sets of sites in whose sums this site takes part, over all runs: two sums over sets that differ
+        by a site tell that site's part.
     rows
-        Smallest number of rows: the length of the shortest observed variable.
+        Smallest number of rows, the length of the shortest observed variable; over the whole cohort where replies are
+        summed under masks. So are `parameters_per_row` and `events`.
     parameters_per_row
         Most shared coordinates per row.
     events
@@ -86,8 +106,9 @@ class Policy:
         Largest generalised eigenvalue of the precisions of a cavity and of q.
     points
         Most points, over all runs, at which log densities leave, as for `fedppl.Sums`: from many of them, values far
-        from the posterior can be solved for rows (``docs/privacy.md``). 0 allows none. Points beyond `distance` are
-        left out and not counted.
+        from the posterior can be solved for rows (``docs/privacy.md``). 0 allows none. None allows 20,000 points of
+        sums under masks, from which no rows were found, and none of single replies. Points beyond `distance` are left
+        out and not counted.
     conclusions
         Summaries that leave when a run is over that the site answered in: "loo", sums of the rows' leave-one-out log
         densities for `fedppl.loo`, and "conflict", the site's p-value and statistic for `fedppl.conflict`. They count
@@ -144,6 +165,9 @@ class Policy:
     less. The policy restricts the server's requests, not the code that runs at the site.
     """
 
+    sums: str = "required"
+    fewest_sites: int = FEWEST_SITES
+    cohorts: float = 2
     rows: int = 250
     parameters_per_row: float = 0.05
     events: int = 5
@@ -151,7 +175,7 @@ class Policy:
     requests: float = 20
     distance: float = 10.0
     cavity: float = 2.0
-    points: int = 0
+    points: int | None = None
     conclusions: tuple[str, ...] = ()
     few_rows: int = 3
     few_rows_share: float = 0.97
@@ -164,8 +188,10 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Check every value."""
+        settings.one_of("sums", self.sums, _SUMS)
         for name, least, hint in _WHOLE:
-            if least == 0 or getattr(self, name) != np.inf:
+            value = getattr(self, name)
+            if not (value is None and name == "points") and (least == 0 or value != np.inf):
                 settings.whole(name, getattr(self, name), least, hint)
         settings.between("few_rows_share", self.few_rows_share, 0, 1, "(]")
         settings.flag("joint", self.joint)
@@ -192,6 +218,8 @@ class Policy:
 
 
 NO_RULES = Policy(
+    sums="optional",
+    cohorts=np.inf,
     rows=0,
     parameters_per_row=np.inf,
     events=0,
@@ -261,19 +289,43 @@ def read(path: str | os.PathLike[str]) -> Policy:
         raise DeclarationError(f"policy {shown}: {message}") from None
 
 
+def resolved(policy: Policy, *, masked: bool) -> Policy:
+    """The policy with the number of points that it allows of replies that leave singly, or in sums under masks.
+
+    >>> resolved(Policy(), masked=False).points, resolved(Policy(), masked=True).points
+    (0, 20000)
+    """
+    return policy if policy.points is not None else replace(policy, points=POINTS_OF_SUMS if masked else 0)
+
+
+def refuse_cohort(policy: Policy, sites: int, sets: int) -> str | None:
+    """The rule that a cohort of so many sites breaks, the one of so many different sets of sites, or None.
+
+    >>> refuse_cohort(Policy(fewest_sites=5), 4, 1)
+    'fewest_sites: 4, at least 5 wanted; wait until more sites take part'
+    """
+    if sites < policy.fewest_sites:
+        return f"fewest_sites: {sites}, at least {policy.fewest_sites} wanted; wait until more sites take part"
+    if sets > policy.cohorts:
+        return f"cohorts: {sets} different sets of sites, at most {policy.cohorts:g} wanted; run with an earlier set"
+    return None
+
+
 def refuse_data(policy: Policy, shared: int, holdings: Holdings) -> str | None:
-    """The rule that a client's data break, with figures for its own log, or None.
+    """The rule that the data of a client, or of a cohort, break, with figures for its own log, or None.
 
     >>> refuse_data(Policy(), 2, Holdings(rows=12, events=None))
     'rows: 12, at least 250 wanted; a policy with another limit allows it, see docs/privacy.md'
     """
     rows, events, most = holdings.rows, holdings.events, policy.parameters_per_row
+    of = "" if holdings.sites == 1 else f" at {holdings.sites} sites"
     if rows < policy.rows:
-        return f"rows: {rows}, at least {policy.rows} wanted{_LOWER}"
+        return f"rows: {rows}{of}, at least {policy.rows} wanted{_LOWER}"
     if shared > most * rows:
-        return f"parameters_per_row: {shared} shared coordinates for {rows} rows, at most {most:g} a row wanted{_LOWER}"
+        share = f"{shared} shared coordinates for {rows} rows{of}"
+        return f"parameters_per_row: {share}, at most {most:g} a row wanted{_LOWER}"
     if events is not None and events < policy.events:
-        return f"events: {events} of the rarer outcome, at least {policy.events} wanted{_LOWER}"
+        return f"events: {events} of the rarer outcome{of}, at least {policy.events} wanted{_LOWER}"
     return None
 
 
@@ -326,8 +378,8 @@ def refuse_request(policy: Policy, layout: Layout, asked: Asked) -> str | None:
 
 def refuse_values(policy: Policy, points: int) -> str | None:
     """The rule that log densities at this many points break, over all runs, or None."""
-    rule = f"points: log densities at {points} points over all runs, at most {policy.points} wanted"
-    return rule if points > policy.points else None
+    rule = f"points: log densities at {points} points over all runs, at most {policy.points or 0} wanted"
+    return rule if points > (policy.points or 0) else None
 
 
 def inside(policy: Policy, layout: Layout, points: Array) -> Array:

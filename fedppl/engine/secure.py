@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedppl.contracts import Requests, Summed
+from fedppl.engine.policy import FEWEST_SITES
 from fedppl.types import DeclarationError, Message
 
 try:
@@ -46,7 +47,6 @@ Words = NDArray[np.uint64]
 Identity = ed25519.Ed25519PrivateKey  # a client's own: the others have its public part on their rosters
 
 _SUMMED = "use fedppl.Sums(), or another algorithm whose server reads sums alone, or leave secure= out."
-FEWEST_SITES = 3  # of a cohort: of two each would know the other's part
 _COARSE, _FINE = 2.0**20, 2.0**60  # steps of the two words of a number, for each unit
 _WORD = 62  # bits that the sum of a word's parts may have, beside its sign
 
@@ -76,12 +76,19 @@ class Member(NamedTuple):
     last: int = 0  # round of its last answer
 
 
-def derived_key(identity: ed25519.Ed25519PrivateKey, name: str, run: str, cohort: int = 0, place: str = "") -> RunKey:
-    """A client's key for one cohort of a run, always the same; `place` tells apart those of one identity.
+class Part(NamedTuple):
+    """A member's masked words with its signature, for all members to add: the server cannot change the sum."""
+
+    name: str
+    words: bytes
+    signature: bytes
+
+
+def derived_key(identity: ed25519.Ed25519PrivateKey, name: str, run: str, place: str = "") -> RunKey:
+    """A client's key of a run, always the same; `place` tells apart those of one identity.
 
     There is no forward secrecy: whoever gets the identity later, and has recorded what travelled, takes the masks off.
     """
-    run = f"{run} (cohort {cohort + 1})"
     about = b"".join(_framed(part.encode()) for part in (name, run, place))
     secret = HKDF(hashes.SHA256(), 32, None, b"fedppl run key" + about).derive(identity.private_bytes_raw())
     private = x25519.X25519PrivateKey.from_private_bytes(secret)
@@ -124,14 +131,36 @@ def _require_signed(one: Greeting, run: str, roster: Mapping[str, bytes]) -> Non
     if one.name not in roster:
         remedy = "add its identity once you have it from that site itself, or leave it out"
         raise DeclarationError(f"site {one.name!r} is not on this site's roster {sorted(roster)}: {remedy}.")
+    _verify(roster[one.name], one.signature, _signed(one.name, run, one.public), one.name, f"key of run {run!r}")
+
+
+def _verify(public: bytes, signature: bytes, content: bytes, name: str, what: str) -> None:
     try:
-        known = ed25519.Ed25519PublicKey.from_public_bytes(roster[one.name])
-        known.verify(one.signature, _signed(one.name, run, one.public))
+        ed25519.Ed25519PublicKey.from_public_bytes(public).verify(signature, content)
     except InvalidSignature:
         raise DeclarationError(
-            f"the key of site {one.name!r} is not signed for run {run!r} by the identity on this site's roster: "
-            "somebody stands in between, or that site has a new identity; ask it."
+            f"the {what} of site {name!r} is not signed by the identity on this site's roster: somebody stands in "
+            "between, or that site has a new identity; ask it."
         ) from None
+
+
+def published(identity: ed25519.Ed25519PrivateKey, name: str, about: bytes, words: Words) -> Part:
+    """A member's masked words, signed for what they are about."""
+    raw = words.astype("<u8").tobytes()
+    return Part(name, raw, identity.sign(_of_part(name, about, raw)))
+
+
+def total(parts: Sequence[Part], names: Sequence[str], about: bytes, roster: Mapping[str, bytes]) -> Words:
+    """The sum of the words that all members have signed for what they are about, or DeclarationError."""
+    if sorted(part.name for part in parts) != sorted(names) or len({len(part.words) for part in parts}) != 1:
+        raise DeclarationError(f"parts of {sorted(part.name for part in parts)}, and the cohort is {sorted(names)}.")
+    for part in parts:
+        _verify(roster[part.name], part.signature, _of_part(part.name, about, part.words), part.name, "part of a sum")
+    return added([np.frombuffer(part.words, dtype="<u8").astype(np.uint64) for part in parts])
+
+
+def _of_part(name: str, about: bytes, raw: bytes) -> bytes:
+    return b"fedppl part" + b"".join(map(_framed, (name.encode(), about, raw)))
 
 
 def encoded(message: Mapping[str, Any], clients: int) -> Words:

@@ -16,7 +16,7 @@ from fedppl.contracts import Algorithm, AnyAlgorithm
 from fedppl.engine.policy import NO_RULES, Policy, read
 from fedppl.flower import node as _node
 from fedppl.flower.decode import Parcel
-from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GREET, HELLO, read_message, register, to_content
+from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GREET, HELLO, JOIN, read_message, register, to_content
 from fedppl.flower.node import Node
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import shown, whole
@@ -63,12 +63,12 @@ def client_app(
         them anew. None requires ``policy=fedppl.policy.NO_RULES``; then nothing is logged or counted.
     policy
         Policy of this site: a `fedppl.Policy`, the path of a TOML file with one, or a function from the node config
-        to either. By default ``fedppl.Policy()``.
+        to either. By default ``fedppl.Policy()``, which wants sums.
     secure
         Folder with this site's identity and its roster of the other sites (`python -m fedppl.site`), or a function from
         the node config to it. With it the site answers under the masks of a cohort on its roster alone, so that nobody
         sees its replies but in the sum (`grid(secure=True)`); it tells nothing of columns and lets out no conclusions.
-        It needs a `folder`, in which the cohorts of runs are kept.
+        It needs a `folder`, in which the cohorts of runs are kept. None is for a policy with ``sums="optional"``.
     draws, chains
         Size of that posterior.
 
@@ -113,6 +113,8 @@ def client_app(
             raise DeclarationError(f"{name}={shown(value)} must be {wanted}, or a function from the node config to it.")
     if folder is None:
         _require_no_account(algorithm, policy, secure)
+    if secure is None and (policy is None or (isinstance(policy, Policy) and policy.sums == "required")):
+        _node.require_masks(None, Policy() if policy is None else policy)
     draws, chains = whole("draws", draws), whole("chains", chains)
     id_of = client_id or (lambda config: str(config.get("client-id", "")))
     token = secrets.token_hex(8)
@@ -185,8 +187,11 @@ def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory, par
         return _node.agree(here, config, memory, parcel[1])
     if kind == GREET:
         return _node.greet(here, config, parcel[1])
+    if kind == JOIN:
+        return _node.join(here, config, memory, parcel[1])
     if kind == ASK:
         return _node.answer_request(here, config, memory, parcel)
     if kind == CONCLUDE:
         return _node.conclude(here, config, memory, parcel)
-    raise ValueError(f"{kind!r} is no type of message; a site answers {HELLO}, {AGREE}, {GREET}, {ASK}, {CONCLUDE}")
+    kinds = HELLO, AGREE, GREET, JOIN, ASK, CONCLUDE
+    raise ValueError(f"{kind!r} is no type of message; a site answers {', '.join(kinds)}")

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from flwr.app import Context, RecordDict
@@ -36,7 +35,7 @@ from fedppl.flower import masks as _masks
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Parcel, require_few
 from fedppl.flower.enrolment import Roll, agree, expected_clients
-from fedppl.flower.messages import ASK, CONCLUDE, GREET, Post, from_content, read_letter, texts_of
+from fedppl.flower.messages import ASK, CONCLUDE, GREET, JOIN, Absent, Post, from_content, read_letter, texts_of
 from fedppl.flower.node import MOST_BYTES, read_told
 from fedppl.flower.site_agreement import waits
 from fedppl.formulas.exchange import example
@@ -64,6 +63,16 @@ class GridSettings(NamedTuple):
     poll: float
     grace: float = 2.0  # for which a message outlives the deadline, so that a reply at the last moment arrives
     secure: bool = False  # whether sums under masks are all that the server gets
+
+
+class LostSites(DeclarationError):
+    """Sites of a cohort are absent for good, so that its sum will never be whole."""
+
+    def __init__(self, reasons: Mapping[str, str], wait: float) -> None:
+        self.reasons = dict(reasons)
+        why = "; ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
+        remedy = "start them and go on from checkpoint=, or begin a run of the others (on_dropout='new cohort')"
+        super().__init__(f"sites of a cohort were absent for {wait:g} s, and sums are of all ({why}); {remedy}.")
 
 
 class ServerModel(NamedTuple):
@@ -101,6 +110,8 @@ class GridEngine:
         self._busy: dict[str, _Busy] = {}  # by message
         self._diagnostics: dict[str, set[str]] = {}  # names of those that each client has sent
         self._greetings: dict[tuple[str, str], _secure.Greeting] = {}  # by run and client, where sums are secure
+        self._parts: dict[tuple[str, str], _secure.Part] = {}  # of the cohort's counts, likewise
+        self._counted: set[tuple[str, str]] = set()  # those who have answered a request, and so know the counts
         self._roll.enrol()
 
     def clients(self) -> tuple[str, ...]:
@@ -132,46 +143,82 @@ class GridEngine:
         _secure.require_all(requests, self.clients())
         made = {client_id: requests.make(client_id) for client_id in requests.clients}
         _secure.require_same([request.message for request in made.values()], self._algorithm)
-        first = made[requests.clients[0]]
-        if missing := self._greeted(first.run, deadline):
+        run, shapes = made[requests.clients[0]].run, made[requests.clients[0]].shapes or {}
+        end = time.monotonic() + self._settings.wait
+        if missing := self._joined(run, deadline, end):
             return _secure.void(missing)
-        cohort = _masks.pack_cohort([self._greetings[first.run, client_id] for client_id in requests.clients])
-        shapes = first.shapes or {}
-        of_words = {name: request._replace(shapes=_masks.shapes_of(shapes)) for name, request in made.items()}
-        answers, fingerprint = self._asked(of_words, deadline, heard, cohort), self._server.layout.fingerprint
-        parts = {name: _masks.words_of(request, answers[name], fingerprint) for name, request in made.items()}
-        if failures := {name: part for name, part in parts.items() if isinstance(part, str)}:
+        counts = _masks.pack_parts([self._parts[run, name] for name in self.clients()])
+        parcels: dict[str, Parcel] = {}
+        for name, request in made.items():
+            arrays, texts = _wire.pack_request(request)
+            parcels[name] = arrays, texts if (run, name) in self._counted else {**texts, **counts}
+        fingerprint, words = self._server.layout.fingerprint, _masks.shapes_of(shapes)
+
+        def read(name: str, content: RecordDict) -> _secure.Words | str:
+            reply = _wire.unpack_reply(*from_content(content, {} if "failure" in texts_of(content) else words))
+            return _masks.words_of(made[name], reply, fingerprint)
+
+        answers = self._from_all(ASK, parcels, deadline, end, read, "its reply cannot be read", heard)
+        parts = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
+        self._counted |= {(run, name) for name in parts}
+        if failures := {name: answer for name, answer in answers.items() if isinstance(answer, str)}:
             return _secure.void(failures)
-        return _secure.summed({name: part for name, part in parts.items() if not isinstance(part, str)}, shapes)
+        return _secure.summed(parts, shapes)
 
-    def _greeted(self, run: str, deadline: float | None) -> dict[str, str]:
-        """Collect the sites' greetings for a run, once; why those are missing that are, or are not connected."""
+    def _joined(self, run: str, deadline: float | None, end: float) -> dict[str, str]:
+        """Collect greetings for a run and parts of the cohort's counts, once; why those are missing that are."""
 
-        def read(client_id: str, content: RecordDict) -> _secure.Greeting:
-            return _masks.unpack_greeting(texts_of(content), client_id)
+        def greeting(name: str, content: RecordDict) -> _secure.Greeting:
+            return _masks.unpack_greeting(texts_of(content), name)
 
-        alive = self._roll.welcome()
-        missing = {name: why for name in self.clients() if (why := self._why_not_ask(name, alive))}
-        parcels: dict[str, Parcel] = {
-            name: ({}, _masks.ask(name, run))
-            for name in self.clients()
-            if name not in missing and (run, name) not in self._greetings
+        def part(name: str, content: RecordDict) -> _secure.Part:
+            return _masks.unpack_part(texts_of(content), name)
+
+        texts = {name: _masks.ask(name, run) for name in self.clients()}
+        to_greet: dict[str, Parcel] = {name: ({}, texts[name]) for name in texts if (run, name) not in self._greetings}
+        cannot = "its greeting cannot be used"
+        greetings = self._from_all(GREET, to_greet, deadline, end, greeting, cannot)
+        self._greetings |= {(run, k): one for k, one in greetings.items() if not isinstance(one, str)}
+        if failures := {name: one for name, one in greetings.items() if isinstance(one, str)}:
+            return failures
+        cohort = _masks.pack_cohort([self._greetings[run, name] for name in self.clients()])
+        to_join: dict[str, Parcel] = {
+            name: ({}, {**asked, **cohort}) for name, asked in texts.items() if (run, name) not in self._parts
         }
-        for name, answer in self._answers(GREET, parcels, deadline, read, "its greeting cannot be used").items():
-            if isinstance(answer, str):
-                missing[name] = answer
-            else:
-                self._greetings[run, name] = answer
-        return missing
+        cannot = "its part of the cohort's counts cannot be used"
+        parts = self._from_all(JOIN, to_join, deadline, end, part, cannot)
+        self._parts |= {(run, k): one for k, one in parts.items() if not isinstance(one, str)}
+        return {name: one for name, one in parts.items() if isinstance(one, str)}
+
+    def _from_all(
+        self,
+        kind: str,
+        parcels: Mapping[str, Parcel],
+        deadline: float | None,
+        end: float,
+        read: Callable[[str, RecordDict], T | str],
+        cannot: str,
+        heard: Heard = unheard,
+    ) -> dict[str, T | str]:
+        """Answers of all, where sites that are absent are asked again: they answer the same, and nobody else is asked.
+
+        So a site that drops out makes no round void. LostSites where one is absent until `end`.
+        """
+        answers: dict[str, T | str] = {}
+        left = dict(parcels)
+        while left:
+            answers |= self._answers(kind, left, deadline, read, cannot, heard)
+            left = {name: parcel for name, parcel in left.items() if isinstance(answers[name], Absent)}
+            if left and time.monotonic() > end:
+                raise LostSites({name: str(answers[name]) for name in left}, self._settings.wait)
+            if left:
+                time.sleep(self._settings.poll)
+        return answers
 
     def _asked(
-        self,
-        requests: Mapping[str, Request],
-        deadline: float | None,
-        heard: Heard,
-        cohort: Mapping[str, str] = MappingProxyType({}),
+        self, requests: Mapping[str, Request], deadline: float | None, heard: Heard
     ) -> dict[str, Reply | Failure]:
-        """Answers to every request; texts of the cohort go with each."""
+        """Answers to every request."""
 
         def read(client_id: str, content: RecordDict) -> Reply | Failure:
             shapes = {} if "failure" in texts_of(content) else requests[client_id].shapes
@@ -182,11 +229,10 @@ class GridEngine:
                 self._diagnostics[client_id] = names
             return reply
 
-        parcels: dict[str, Parcel] = {}
-        for client_id, request in requests.items():
-            arrays, texts = _wire.pack_request(request)
-            parcels[client_id] = arrays, {**texts, **cohort}
-        answers = self._answers(ASK, parcels, deadline, read, "its reply cannot be read", heard)
+        parcels: dict[str, Parcel] = {name: _wire.pack_request(request) for name, request in requests.items()}
+        answers: dict[str, Reply | Failure | str] = self._answers(
+            ASK, parcels, deadline, read, "its reply cannot be read", heard
+        )
         return {
             client_id: Failure(client_id, requests[client_id].nonce, answer) if isinstance(answer, str) else answer
             for client_id, answer in answers.items()
@@ -197,7 +243,7 @@ class GridEngine:
         kind: str,
         parcels: Mapping[str, Parcel],
         deadline: float | None,
-        read: Callable[[str, RecordDict], T],
+        read: Callable[[str, RecordDict], T | str],
         cannot: str,
         heard: Heard = unheard,
     ) -> dict[str, T | str]:
@@ -209,21 +255,21 @@ class GridEngine:
         sent: dict[str, str] = {}  # clients by message
         for client_id, parcel in parcels.items():
             if why := self._why_not_ask(client_id, alive):
-                answers[client_id] = why
+                answers[client_id] = Absent(why)
             elif message_id := self._post.push(nodes[client_id], kind, parcel, limit):
                 sent[message_id] = client_id
                 if kind == ASK:
                     expiry = time.monotonic() + limit + self._settings.grace
                     self._busy[message_id] = _Busy(client_id, nodes[client_id], expiry)
             else:
-                answers[client_id] = "its message could not be sent"
+                answers[client_id] = Absent("its message could not be sent")
         asked = {message_id: nodes[client_id] for message_id, client_id in sent.items()}
         for message_id, letter in self._post.replies(asked, limit):
             client_id = sent.pop(message_id)
             self._busy.pop(message_id, None)
             answers[client_id] = read_letter(letter, functools.partial(read, client_id), cannot)
             heard(client_id)
-        return answers | dict.fromkeys(sent.values(), f"no reply within the deadline of {limit:g} s")
+        return answers | dict.fromkeys(sent.values(), Absent(f"no reply within the deadline of {limit:g} s"))
 
     def conclude(
         self, final_message: Callable[[str], Message], run: str, seed: int, status: Status

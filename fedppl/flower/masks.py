@@ -1,7 +1,9 @@
-"""Secure sums over messages: greetings and cohorts as texts, words as an array, and a site's part in them.
+"""Secure sums over messages: greetings, cohorts and counts as texts, words as an array, and a site's part in them.
 
-A site answers under masks of a cohort alone: the one that the first answered request of a run names, all of whose
-members are on the site's own roster.
+Before a run a site greets (its signed key), and joins the cohort of the run, all of whose members are on its own
+roster: it answers with counts of its rows and outcomes under masks, signed. The members' parts come with the first
+request, so that each site adds them itself and holds the cohort's counts against its policy. Then it answers requests
+under masks of that cohort alone.
 """
 
 from __future__ import annotations
@@ -9,77 +11,83 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from fedppl import site
 from fedppl.contracts import AnyAlgorithm, ClientUpdate, Failure, Reply, Request
 from fedppl.engine import secure
-from fedppl.engine.guard import REFUSED, Guard, Run, digest
-from fedppl.flower.decode import LABELS_LENGTH, brief, checked_name, one_text, parsed, require, whole_number
+from fedppl.engine.guard import REFUSED, digest
+from fedppl.flower.decode import LABELS_LENGTH, Malformed, brief, checked_name, one_text, parsed, require
 from fedppl.numerics.streams import client_seed
-from fedppl.types import DeclarationError
+from fedppl.types import Array, DeclarationError
+
+T = TypeVar("T")
 
 WORDS = "words"  # the one array of a masked reply
-MOST_COHORTS = 2  # of a run: sums over two that differ by a site are that site's part
-_FIXED = "cohort\n"  # prefix in a site's ledger; names of runs are printable, so that none begins so
+_MOST_ROWS = 2**53  # of a cohort
+_MOST_COUNTS = 2**16  # bytes of a part
+_COUNTS = b"counts"  # what the words of a cohort's first sum are about
 
 
 # A site's part --------------------------------------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
-    """A site's place in the cohort of a request."""
+    """A site's place in a run's cohort."""
 
     member: secure.Member
     names: tuple[str, ...]  # of the cohort
-    number: int
-    digest: str
-    is_new: bool  # whether no request was answered in it yet
+    digest: str  # of the greetings
+    counts: Array  # of rows and outcomes, summed over the cohort; empty before the members' parts have come
 
 
 def greet(files: Path, folder: Path, texts: Mapping[str, str]) -> dict[str, str]:
-    """A site's greeting for a cohort of a run. It is the same whenever it is asked, and depends on no data."""
-    run, number = checked_name(one_text(texts, "run"), "'run'"), whole_number(texts, "number")
-    require(number < MOST_COHORTS, f"'number' is {number}, expected less than {MOST_COHORTS}")
+    """A site's greeting for a run. It is the same whenever it is asked, and depends on no data."""
     here = site.read(files)
-    greeting = secure.greeting(secure.derived_key(here.identity, here.name, run, number, _place(folder)))
-    return dict(zip(secure.Greeting._fields, _packed(greeting), strict=True))
+    return _packed(secure.greeting(_key(here, folder, _run(texts))))
 
 
-def joined(files: Path, folder: Path, guard: Guard, request: Request, texts: Mapping[str, str]) -> Place:
-    """The site's place in the cohort that a request names, or DeclarationError with what is wrong."""
+def place(files: Path, folder: Path, run: str, greetings: Sequence[secure.Greeting]) -> Place:
+    """The site's place in a cohort all of whose members are on its roster, or DeclarationError with what is wrong."""
     here = site.read(files)
-    if "cohort" not in texts:
-        raise DeclarationError("a request without a cohort: this site answers under masks alone")
-    if request.client_id != here.name or not request.report:
-        raise DeclarationError(f"a request of client {request.client_id!r} for no reply, or not to {here.name!r}")
-    if request.seed[-1:] != (client_seed(here.name),):
-        raise DeclarationError("a seed that is not this site's: the others' part could stay while this one changes")
     try:
-        greetings, number = unpack_cohort(texts)
-        key = secure.derived_key(here.identity, here.name, request.run, number, _place(folder))
-        member = secure.joined(key, greetings, here.roster)
+        member = secure.joined(_key(here, folder, run), greetings, here.roster)
     except ValueError as error:  # among them keys that are no points of their curve
         if isinstance(error, DeclarationError):
             raise
         raise DeclarationError(f"the cohort cannot be used: {error}") from error
-    fixed, its = guard.read().runs.get(_name(request.run, number)), secure.digest(greetings).hex()
-    if fixed is not None and fixed.digest != its:
-        raise DeclarationError(f"another cohort than the one that run {request.run!r} began with")
-    return Place(member, tuple(sorted(one.name for one in greetings)), number, its, fixed is None)
+    names = tuple(sorted(one.name for one in greetings))
+    return Place(member, names, secure.digest(greetings).hex(), np.zeros(0))
 
 
-def fix(guard: Guard, place: Place, request: Request) -> None:
-    """Keep the cohort of a run, before the first answer in it leaves."""
-    if place.is_new:
-        ledger = guard.read()
-        runs = {**ledger.runs, _name(request.run, place.number): Run(request.round, place.digest)}
-        entry = {"event": "cohort", "run": request.run, "client": request.client_id, "members": list(place.names)}
-        guard.write(ledger._replace(runs=runs), entry)
+def join(files: Path, folder: Path, at: Place, counts: Array) -> dict[str, str]:
+    """A site's part of the cohort's counts, under masks and signed: no server can change what the members add."""
+    here = site.read(files)
+    _, words = secure.masked(at.member, secure.encoded({"counts": counts}, len(at.names)), 1, _COUNTS)
+    return _packed(secure.published(here.identity, here.name, _about(at), words))
+
+
+def counted(files: Path, at: Place, texts: Mapping[str, str]) -> Place:
+    """The place with the sum of the parts that all members have signed, or DeclarationError."""
+    parts = _read(unpack_parts, texts)
+    words = secure.total(parts, at.names, _about(at), site.read(files).roster)
+    total, cut, missing = secure.decoded(words, {"counts": ((len(words) - 2) // 2,)})
+    if cut or missing or np.any(total["counts"] < 0) or np.any(total["counts"] > _MOST_ROWS):
+        raise DeclarationError("the members' counts do not add up: they have other masks, or other data")
+    return at._replace(counts=total["counts"])
+
+
+def asked_of(files: Path, at: Place, request: Request) -> None:
+    """Raise DeclarationError where a request is not the one to all members."""
+    name = at.member.name
+    if request.client_id != name or not request.report:
+        raise DeclarationError(f"a request of client {request.client_id!r} for no reply, or not to {name!r}")
+    if request.seed[-1:] != (client_seed(name),):
+        raise DeclarationError("a seed that is not this site's: the others' part could stay while this one changes")
 
 
 def quiet(algorithm: AnyAlgorithm) -> AnyAlgorithm:
@@ -91,12 +99,12 @@ def quiet(algorithm: AnyAlgorithm) -> AnyAlgorithm:
     return algorithm._replace(update_client=update_client)
 
 
-def hidden(place: Place, request: Request, reply: Reply | Failure) -> Reply | Failure:
+def hidden(at: Place, request: Request, reply: Reply | Failure) -> Reply | Failure:
     """A reply under masks; of a failure nothing but that there is one."""
     if isinstance(reply, Failure):
         return Failure(reply.client_id, reply.nonce, REFUSED)
-    words = secure.encoded(reply.message, len(place.names))
-    _, words = secure.masked(place.member, words, request.round, _asked(request))
+    words = secure.encoded(reply.message, len(at.names))
+    _, words = secure.masked(at.member, words, request.round, _asked(request))
     return reply._replace(message={WORDS: words.view(np.int64)}, info={}, reason="")
 
 
@@ -107,13 +115,25 @@ def _asked(request: Request) -> bytes:
     return hashlib.sha256(json.dumps([common, kinds]).encode()).digest()
 
 
-def _name(run: str, number: int) -> str:
-    return f"{_FIXED}{number}\n{run}"
+def _run(texts: Mapping[str, str]) -> str:
+    return checked_name(one_text(texts, "run"), "'run'")
 
 
-def _place(folder: Path) -> str:
-    """What tells apart the apps of one identity: two accounts that do not know of each other have other masks."""
-    return str(folder.resolve())
+def _key(here: site.Site, folder: Path, run: str) -> secure.RunKey:
+    # The folder tells apart the apps of one identity: two accounts that do not know of each other have other masks.
+    return secure.derived_key(here.identity, here.name, run, str(folder.resolve()))
+
+
+def _about(at: Place) -> bytes:
+    return _COUNTS + bytes.fromhex(at.digest)
+
+
+def _read(read: Callable[[Mapping[str, str]], T], texts: Mapping[str, str]) -> T:
+    """What `read` makes of texts; DeclarationError where they are malformed."""
+    try:
+        return read(texts)
+    except Malformed as error:
+        raise DeclarationError(f"malformed: {error}") from error
 
 
 # The server's part ----------------------------------------------------------------------------------------------------
@@ -121,28 +141,43 @@ def _place(folder: Path) -> str:
 
 def ask(client_id: str, run: str) -> dict[str, str]:
     """Texts of the question for a greeting."""
-    return {"client_id": client_id, "run": run, "number": "0"}
+    return {"client_id": client_id, "run": run}
 
 
 def unpack_greeting(texts: Mapping[str, str], client_id: str) -> secure.Greeting:
     """Read a site's greeting, or `Malformed`."""
     require("refused" not in texts, "it has no identity, or refuses; see secure= of its client_app, and its log")
-    greeting = _unpacked([texts.get(field) for field in secure.Greeting._fields])
+    greeting = _unpacked_greeting([texts.get(field) for field in secure.Greeting._fields])
     require(greeting.name == client_id, f"its identity is of {greeting.name!r}; make one with its client-id as --name")
     return greeting
 
 
 def pack_cohort(greetings: Sequence[secure.Greeting]) -> dict[str, str]:
-    """Texts that go with each request of a cohort."""
-    return {"cohort": json.dumps([_packed(greeting) for greeting in greetings]), "number": "0"}
+    """Texts that name a cohort."""
+    return {"cohort": json.dumps([list(_packed(greeting).values()) for greeting in greetings])}
 
 
-def unpack_cohort(texts: Mapping[str, str]) -> tuple[list[secure.Greeting], int]:
-    """Read the cohort of a request and its number, or `Malformed`."""
-    members, number = parsed(texts, "cohort", LABELS_LENGTH), whole_number(texts, "number")
-    require(number < MOST_COHORTS, f"cohort {number + 1} of a run, and at most {MOST_COHORTS} are answered")
-    require(type(members) is list and all(type(one) is list and len(one) == 3 for one in members), "'cohort' is none")
-    return [_unpacked(member) for member in members], number
+def unpack_cohort(texts: Mapping[str, str]) -> list[secure.Greeting]:
+    """Read a cohort, or `Malformed`."""
+    return [_unpacked_greeting(member) for member in _triples(texts, "cohort")]
+
+
+def unpack_part(texts: Mapping[str, str], client_id: str) -> secure.Part:
+    """Read a site's part of the cohort's counts, or `Malformed`."""
+    require("refused" not in texts, REFUSED)
+    part = _unpacked_part([texts.get(field) for field in secure.Part._fields])
+    require(part.name == client_id, f"its part is of {part.name!r}")
+    return part
+
+
+def pack_parts(parts: Sequence[secure.Part]) -> dict[str, str]:
+    """Texts of all members' parts, which go with a site's first request."""
+    return {"counts": json.dumps([list(_packed(part).values()) for part in parts])}
+
+
+def unpack_parts(texts: Mapping[str, str]) -> list[secure.Part]:
+    """Read all members' parts, or `Malformed`."""
+    return [_unpacked_part(part) for part in _triples(texts, "counts")]
 
 
 def shapes_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -162,19 +197,34 @@ def words_of(request: Request, reply: Reply | Failure | None, fingerprint: str) 
     return words.view(np.uint64) if words.dtype == np.int64 else f"words of type {words.dtype}, expected int64"
 
 
-def _packed(greeting: secure.Greeting) -> list[str]:
-    return [greeting.name, *(base64.b64encode(key).decode() for key in (greeting.public, greeting.signature))]
+def _packed(signed: secure.Greeting | secure.Part) -> dict[str, str]:
+    name, *keys = signed
+    return dict(zip(signed._fields, [name, *(base64.b64encode(key).decode() for key in keys)], strict=True))
 
 
-def _unpacked(parts: Sequence[Any]) -> secure.Greeting:
+def _triples(texts: Mapping[str, str], field: str) -> list[Any]:
+    members = parsed(texts, field, LABELS_LENGTH)
+    valid = type(members) is list and all(type(one) is list and len(one) == 3 for one in members)
+    require(valid, f"{field!r} is no list of a name and two texts for each member")
+    return list(members)
+
+
+def _unpacked_greeting(parts: Sequence[Any]) -> secure.Greeting:
     name, public, signature = parts
     return secure.Greeting(checked_name(name, "a site's name"), _bytes(public, 32), _bytes(signature, 64))
 
 
-def _bytes(text: Any, length: int) -> bytes:
+def _unpacked_part(parts: Sequence[Any]) -> secure.Part:
+    name, words, signature = parts
+    raw = _bytes(words, None)
+    require(0 < len(raw) <= _MOST_COUNTS and len(raw) % 16 == 0, f"a part of {len(raw)} bytes")
+    return secure.Part(checked_name(name, "a site's name"), raw, _bytes(signature, 64))
+
+
+def _bytes(text: Any, length: int | None) -> bytes:
     try:
         raw = base64.b64decode(text, validate=True) if type(text) is str else b""
     except ValueError:
         raw = b""
-    require(len(raw) == length, f"a key or signature is not {length} bytes in base64")
+    require(length in (None, len(raw)), f"a key or signature is not {length} bytes in base64")
     return raw

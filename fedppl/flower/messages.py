@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 # Message types: category and action.
 HELLO, AGREE, ASK, CONCLUDE = "query.fedppl_hello", "query.fedppl_agree", "train.fedppl", "evaluate.fedppl"
-GREET = "query.fedppl_greet"  # of sites whose sums are secure
+GREET, JOIN = "query.fedppl_greet", "query.fedppl_join"  # of sites whose sums are secure
 
 
 def register(app: ClientApp, reply: Callable[[FlowerMessage, Context], FlowerMessage]) -> None:
     """Register one function for all types of messages."""
-    for kind in (HELLO, AGREE, GREET, ASK, CONCLUDE):
+    for kind in (HELLO, AGREE, GREET, JOIN, ASK, CONCLUDE):
         category, action = kind.split(".")
         {"query": app.query, "train": app.train, "evaluate": app.evaluate}[category](action)(reply)
 
@@ -86,6 +86,13 @@ _UNREADABLE: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError, 
 _UNREADABLE += (ArithmeticError, RecursionError, MemoryError, struct.error, DecodeError)
 
 _PATIENCE = 2.0  # seconds with a call for messages that does not return
+
+
+class Absent(str):
+    """Why nothing has come from a site: it may be asked the same again."""
+
+    __slots__ = ()
+
 
 Letter = FlowerMessage | str  # or the reason why it could not be unpacked
 
@@ -193,7 +200,10 @@ _ERRORS = {
 }
 
 
-def read_letter(letter: Letter, read: Callable[[RecordDict], T], cannot: str) -> T | str:
+_OWN_ERRORS = (1, 2)  # of the site's app, which come again
+
+
+def read_letter(letter: Letter, read: Callable[[RecordDict], T | str], cannot: str) -> T | str:
     """What `read` makes of a message's content, or why it is no answer: by `cannot` and a rule where it is malformed.
 
     Flower's own details are left out, since they may quote the site's data.
@@ -201,7 +211,8 @@ def read_letter(letter: Letter, read: Callable[[RecordDict], T], cannot: str) ->
     if isinstance(letter, str):
         return letter
     if letter.has_error():
-        return _ERRORS.get(letter.error.code, f"Flower error {letter.error.code}")
+        reason = _ERRORS.get(letter.error.code, f"Flower error {letter.error.code}")
+        return reason if letter.error.code in _OWN_ERRORS else Absent(reason)
     try:
         with _decode.reading("it"):
             return read(letter.content)

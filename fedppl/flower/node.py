@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from fedppl.engine.policy import NO_RULES, Policy
 from fedppl.flower import masks as _masks
 from fedppl.flower import site_agreement as _agreements
 from fedppl.flower import wire as _wire
-from fedppl.flower.decode import Malformed, Parcel, require
+from fedppl.flower.decode import Malformed, Parcel, checked_name, one_text, require
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.same import code_key
@@ -137,13 +137,22 @@ def _seal(data: Mapping[str, Any]) -> bytes:
 @contextmanager
 def _account_of(node: Node, config: Mapping[str, Any]) -> Iterator[_guard.Guard | None]:
     """The policy with its account, locked over all processes; None without a folder, see `client_app`."""
+    require_masks(node.secure, node.policy)
     if node.folder is None:
         if node.policy != NO_RULES:
             raise LocalFailure("folder= gave None for this node config, and without a folder no policy holds")
         yield None
         return
     with FileLock(node.folder / "site.lock", timeout=_PATIENCE, mode=0o600):
-        yield _account.in_folder(node.policy, node.folder, node.client_id(config))
+        masked = node.secure is not None
+        yield _account.in_folder(node.policy, node.folder, node.client_id(config), masked=masked)
+
+
+def require_masks(secure: Path | None, rules: Policy) -> None:
+    """Raise DeclarationError where single replies would leave and the policy does not allow it."""
+    if secure is None and rules.sums == "required":
+        remedy = "give client_app secure= and the server secure=True, or set sums='optional' in the policy"
+        raise DeclarationError(f"this site's policy has sums='required', and its single replies would leave; {remedy}.")
 
 
 def _refuse(guard: _guard.Guard | None, about: Mapping[str, Any], rule: str) -> None:
@@ -179,13 +188,65 @@ def greet(node: Node, config: Mapping[str, Any], texts: Mapping[str, str]) -> Pa
     """Answer with this site's signed key of a run, of which the other sites make masks; nothing of its data."""
     name = node.client_id(config)
     try:
-        if node.secure is None or node.folder is None:
-            raise LocalFailure("client_app has no secure=")
-        answer = _masks.greet(node.secure, node.folder, texts)
+        answer = _masks.greet(*_files(node), texts)
     except Exception:
         _say_refused("client %s greets nobody", name)
         answer = {"refused": _guard.REFUSED}
     return {}, {"client_id": name, **answer}
+
+
+def _files(node: Node) -> tuple[Path, Path]:
+    """The folder of identity and roster, and the site's own; LocalFailure without."""
+    if node.secure is None or node.folder is None:  # where a function of the node config gave none
+        raise LocalFailure("sums: client_app has no secure=, or no folder=")
+    return node.secure, node.folder
+
+
+def join(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> Parcel:
+    """Answer with counts of rows and outcomes, under the masks of the cohort that the server names for a run."""
+    name, answer = node.client_id(config), {"refused": _guard.REFUSED}
+    try:
+        with _account_of(node, config) as guard:
+            assert guard is not None  # `client_app` wants a folder beside secure=
+            run = checked_name(one_text(texts, "run"), "'run'")
+            at = _masks.place(*_files(node), run, _masks.unpack_cohort(texts))
+            answer = _joined(node, config, memory, guard, run, at, texts) or answer
+    except Exception as error:
+        _say_refused("client %s joins no cohort", name)
+        if node.folder is not None:
+            with suppress(Exception), _account_of(node, config) as guard:
+                _refuse(guard, {"event": "cohort"}, f"sums: {error}"[:200])
+    return {}, {"client_id": name, **answer}
+
+
+def _joined(
+    node: Node,
+    config: Mapping[str, Any],
+    memory: Memory,
+    guard: _guard.Guard,
+    run: str,
+    at: _masks.Place,
+    texts: Mapping[str, str],
+) -> dict[str, str] | None:
+    """The site's part of the cohort's counts, always the same in a run; None where it is refused, by the log."""
+    file, own_id = f"{run}.cohort", at.member.name
+    if not _guard.admit_cohort(guard, run, at.names, at.digest) or not _declaration_admitted(node, guard):
+        return None
+    raw = memory.recall(file)
+    if raw is not None:
+        return dict(unpack(raw, repr(file), file)["part"])
+    here = enrolled(node, config, memory, own_id)
+    seal = same_data(memory, here.client, run)
+    changed, versions = data_versions(memory, node.client_id(config), here.columns, node.policy)
+    if changed:
+        _refuse(guard, {"event": "cohort", "run": run}, changed)
+        return None
+    counts = _guard.numbers(here.client.view(_guard.tally)) * float(node.policy.epsilon is None)
+    part = _masks.join(*_files(node), at, counts)
+    for name, sealed in {**seal, **versions}.items():
+        memory.keep(name, sealed)
+    memory.keep(file, pack({"cohort": texts["cohort"], "part": part, "counts": np.zeros(0)}, file))
+    return part
 
 
 def introduce(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> Parcel:
@@ -258,7 +319,9 @@ def answer_request(node: Node, config: Mapping[str, Any], memory: Memory, parcel
     return answered or _wire.pack_reply(refusal)
 
 
-def _understood(node: Node, parcel: Parcel, guard: _guard.Guard | None) -> tuple[Request, _masks.Place | None] | None:
+def _understood(
+    node: Node, memory: Memory, parcel: Parcel, guard: _guard.Guard | None
+) -> tuple[Request, _masks.Place | None] | None:
     """A request and the site's place in its cohort; None where they are refused and the log says why."""
     try:
         request = _wire.unpack_request(*parcel)
@@ -267,20 +330,34 @@ def _understood(node: Node, parcel: Parcel, guard: _guard.Guard | None) -> tuple
         return None
     if node.secure is None:
         return request, None
-    if node.folder is None or guard is None:  # where a function of the node config gave none
-        raise LocalFailure("sums: secure= without a folder")
     try:
-        return request, _masks.joined(node.secure, node.folder, guard, request, parcel[1])
+        return request, _placed(*_files(node), memory, request, parcel[1])
     except DeclarationError as error:
         _refuse(guard, _guard.named("request", request), f"sums: {error}")
         return None
+
+
+def _placed(files: Path, folder: Path, memory: Memory, request: Request, texts: Mapping[str, str]) -> _masks.Place:
+    """The site's place in the cohort of a run that it has joined, with the cohort's counts; or DeclarationError."""
+    file = f"{request.run}.cohort"
+    raw = memory.recall(file)
+    if raw is None:
+        raise DeclarationError("a request of a run whose cohort this site has not joined: it answers under masks alone")
+    kept = unpack(raw, repr(file), file)
+    at = _masks.place(files, folder, request.run, _masks.unpack_cohort(kept))
+    _masks.asked_of(files, at, request)
+    if kept["counts"].size:
+        return at._replace(counts=kept["counts"])
+    at = _masks.counted(files, at, texts)
+    memory.keep(file, pack({**kept, "counts": at.counts}, file))
+    return at
 
 
 def _answered(
     node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel, guard: _guard.Guard | None
 ) -> Parcel | None:
     """The answer to a request, or None where it is refused and the log says why."""
-    if (understood := _understood(node, parcel, guard)) is None:
+    if (understood := _understood(node, memory, parcel, guard)) is None:
         return None
     request, place = understood
     own_id, about = node.client_id(config), _guard.named("request", request)
@@ -289,6 +366,9 @@ def _answered(
         if not _declaration_admitted(node, guard):
             return None
         here = enrolled(node, config, memory, request.client_id)
+        if place is not None and guard is not None:
+            cohort = _guard.summed(here.client.view(_guard.tally), place.counts, len(place.names))
+            guard = guard._replace(cohort=cohort)
         seal = same_data(memory, here.client, request.run)
         changed, versions = (None, {}) if guard is None else data_versions(memory, own_id, here.columns, node.policy)
         name = name_of_kept(algorithm, own_id, request.run, request.client_id)
@@ -320,8 +400,6 @@ def _answered(
         return answered  # nothing is stored: a server could make up any number of names
     for file, raw in {**seal, **versions}.items():
         memory.keep(file, raw)
-    if place is not None and guard is not None:
-        _masks.fix(guard, place, request)
     # State and answer are one file, replaced in one step: no answer leaves that the state does not know of.
     if guard is not None:
         memory.keep(name, pack((after, _guard.digest(request), dict(answered[0]), dict(answered[1])), name))
