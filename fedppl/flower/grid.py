@@ -196,7 +196,7 @@ class GridEngine:
         parcels: Mapping[str, Parcel],
         deadline: float | None,
         end: float,
-        read: Callable[[str, RecordDict], T | str],
+        read: Callable[[str, RecordDict], T],
         cannot: str,
         heard: Heard = unheard,
     ) -> dict[str, T | str]:
@@ -230,9 +230,7 @@ class GridEngine:
             return reply
 
         parcels: dict[str, Parcel] = {name: _wire.pack_request(request) for name, request in requests.items()}
-        answers: dict[str, Reply | Failure | str] = self._answers(
-            ASK, parcels, deadline, read, "its reply cannot be read", heard
-        )
+        answers = self._answers(ASK, parcels, deadline, read, "its reply cannot be read", heard)
         return {
             client_id: Failure(client_id, requests[client_id].nonce, answer) if isinstance(answer, str) else answer
             for client_id, answer in answers.items()
@@ -243,7 +241,7 @@ class GridEngine:
         kind: str,
         parcels: Mapping[str, Parcel],
         deadline: float | None,
-        read: Callable[[str, RecordDict], T | str],
+        read: Callable[[str, RecordDict], T],
         cannot: str,
         heard: Heard = unheard,
     ) -> dict[str, T | str]:

@@ -203,7 +203,7 @@ _ERRORS = {
 _OWN_ERRORS = (1, 2)  # of the site's app, which come again
 
 
-def read_letter(letter: Letter, read: Callable[[RecordDict], T | str], cannot: str) -> T | str:
+def read_letter(letter: Letter, read: Callable[[RecordDict], T], cannot: str) -> T | str:
     """What `read` makes of a message's content, or why it is no answer: by `cannot` and a rule where it is malformed.
 
     Flower's own details are left out, since they may quote the site's data.
