@@ -31,6 +31,7 @@ from fedppl.contracts import (
 )
 from fedppl.engine import secure as _secure
 from fedppl.engine.answer import require_fit, take_sum
+from fedppl.engine.policy import FEWEST_SITES
 from fedppl.flower import masks as _masks
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Parcel, require_few
@@ -68,8 +69,8 @@ class GridSettings(NamedTuple):
 class LostSites(DeclarationError):
     """Sites of a cohort are absent for good, so that its sum will never be whole."""
 
-    def __init__(self, reasons: Mapping[str, str], wait: float) -> None:
-        self.reasons = dict(reasons)
+    def __init__(self, reasons: Mapping[str, str], others: tuple[str, ...], wait: float) -> None:
+        self.others = others  # of the cohort
         why = "; ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
         remedy = "start them and go on from checkpoint=, or begin a run of the others (on_dropout='new cohort')"
         super().__init__(f"sites of a cohort were absent for {wait:g} s, and sums are of all ({why}); {remedy}.")
@@ -210,7 +211,8 @@ class GridEngine:
             answers |= self._answers(kind, left, deadline, read, cannot, heard)
             left = {name: parcel for name, parcel in left.items() if isinstance(answers[name], Absent)}
             if left and time.monotonic() > end:
-                raise LostSites({name: str(answers[name]) for name in left}, self._settings.wait)
+                others = tuple(name for name in self.clients() if name not in left)
+                raise LostSites({name: str(answers[name]) for name in left}, others, self._settings.wait)
             if left:
                 time.sleep(self._settings.poll)
         return answers
@@ -441,6 +443,7 @@ def server_app(
     deadline: float = 120.0,
     wait: float = 600.0,
     secure: bool = False,
+    on_dropout: str = "stop",
     random_seed: int | None = None,
     on_fit: Callable[[Fit, Context], None] | None = None,
     callback: Callable[[Round], bool | None] | None = None,
@@ -455,6 +458,10 @@ def server_app(
         As in `grid`. Sites whose sums are secure tell nothing of their columns: a formula has to be agreed on before.
     min_count, withheld
         As in `agree`, which is asked first where the declaration is a formula that clients have not agreed on.
+    on_dropout
+        What happens where sums are secure and a site of the cohort is absent for `wait` seconds: "stop" ends the run,
+        which goes on from `checkpoint` once the site is back; "new cohort" fits anew with the others, if they are at
+        least three and their policies allow one more set of sites.
     rounds, participation, checkpoint, deadline, random_seed, callback
         As in `fedppl.fit`. Entries of the run config with these names win, so that ``flwr run --run-config`` can
         set them; an empty checkpoint is none.
@@ -489,6 +496,7 @@ def server_app(
         remedy = "Pass the model of fedppl.agree on made-up tables with all levels, here and at the sites."
         raise DeclarationError(f"secure=True: a formula is agreed on in the clear, and this one is not yet. {remedy}")
     whole("min_count", min_count), one_of("withheld", withheld, ("error", "other"))
+    one_of("on_dropout", on_dropout, ("stop", "new cohort"))
     require_settings(Options(rounds, None, participation, None, checkpoint or None, deadline))
     seed_of(random_seed)
     require_callback(callback)
@@ -505,11 +513,21 @@ def server_app(
         if waits(model):
             found = agree(flower_grid, model, clients=expected, min_count=min_count, withheld=withheld, wait=patience)
             expected, model = found.clients, found.model
-        engine = grid(
-            flower_grid, clients=expected, model=model, example_data=example_data, wait=patience, secure=secure
-        )
-        options = Options(engine=engine, **{**chosen, "checkpoint": chosen["checkpoint"] or None})
-        fit = loop.fit(model, None, algorithm, options, callback=callback, progressbar=False)
+        chosen["checkpoint"] = chosen["checkpoint"] or None
+        while True:
+            engine = grid(
+                flower_grid, clients=expected, model=model, example_data=example_data, wait=patience, secure=secure
+            )
+            options = Options(engine=engine, **chosen)
+            try:
+                fit = loop.fit(model, None, algorithm, options, callback=callback, progressbar=False)
+                break
+            except LostSites as lost:
+                if on_dropout == "stop" or len(lost.others) < FEWEST_SITES:
+                    raise
+                logger.warning("%s A new cohort begins: %s", lost, list(lost.others))
+                # A checkpoint is of the sums over the first cohort.
+                expected, chosen["checkpoint"] = lost.others, None
         if on_fit is not None:
             on_fit(fit, context)
 

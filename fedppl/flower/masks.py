@@ -11,9 +11,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,12 +25,10 @@ from fedppl.flower.decode import LABELS_LENGTH, Malformed, brief, checked_name, 
 from fedppl.numerics.streams import client_seed
 from fedppl.types import Array, DeclarationError
 
-T = TypeVar("T")
-
 WORDS = "words"  # the one array of a masked reply
 _MOST_ROWS = 2**53  # of a cohort
 _MOST_COUNTS = 2**16  # bytes of a part
-_COUNTS = b"counts"  # what the words of a cohort's first sum are about
+COUNTS = b"counts"  # what the words of a cohort's first sum are about
 
 
 # A site's part --------------------------------------------------------------------------------------------------------
@@ -64,21 +62,32 @@ def place(files: Path, folder: Path, run: str, greetings: Sequence[secure.Greeti
     return Place(member, names, secure.digest(greetings).hex(), np.zeros(0))
 
 
-def join(files: Path, folder: Path, at: Place, counts: Array) -> dict[str, str]:
-    """A site's part of the cohort's counts, under masks and signed: no server can change what the members add."""
+def signed_part(files: Path, at: Place, about: bytes, numbers: Array, number: int = 1) -> dict[str, str]:
+    """A site's part of a sum that the members add themselves: masked and signed, so that no server can change it."""
     here = site.read(files)
-    _, words = secure.masked(at.member, secure.encoded({"counts": counts}, len(at.names)), 1, _COUNTS)
-    return _packed(secure.published(here.identity, here.name, _about(at), words))
+    _, words = secure.masked(at.member, secure.encoded({"": numbers}, len(at.names)), number, about)
+    return _packed(secure.published(here.identity, here.name, _about(at, about), words))
+
+
+def sum_of_parts(files: Path, at: Place, about: bytes, texts: Mapping[str, str]) -> Array:
+    """The sum of the parts that all members have signed about this, or DeclarationError."""
+    try:
+        parts = unpack_parts(texts)
+    except Malformed as error:
+        raise DeclarationError(f"malformed: {error}") from error
+    words = secure.total(parts, at.names, _about(at, about), site.read(files).roster)
+    total, cut, missing = secure.decoded(words, {"": ((len(words) - 2) // 2,)})
+    if cut or missing:
+        raise DeclarationError("the members' parts do not add up: they have other masks, or other data")
+    return np.asarray(total[""])
 
 
 def counted(files: Path, at: Place, texts: Mapping[str, str]) -> Place:
-    """The place with the sum of the parts that all members have signed, or DeclarationError."""
-    parts = _read(unpack_parts, texts)
-    words = secure.total(parts, at.names, _about(at), site.read(files).roster)
-    total, cut, missing = secure.decoded(words, {"counts": ((len(words) - 2) // 2,)})
-    if cut or missing or np.any(total["counts"] < 0) or np.any(total["counts"] > _MOST_ROWS):
+    """The place with the cohort's counts, or DeclarationError."""
+    counts = sum_of_parts(files, at, COUNTS, texts)
+    if np.any(counts < 0) or np.any(counts > _MOST_ROWS):
         raise DeclarationError("the members' counts do not add up: they have other masks, or other data")
-    return at._replace(counts=total["counts"])
+    return at._replace(counts=counts)
 
 
 def asked_of(files: Path, at: Place, request: Request) -> None:
@@ -124,16 +133,8 @@ def _key(here: site.Site, folder: Path, run: str) -> secure.RunKey:
     return secure.derived_key(here.identity, here.name, run, str(folder.resolve()))
 
 
-def _about(at: Place) -> bytes:
-    return _COUNTS + bytes.fromhex(at.digest)
-
-
-def _read(read: Callable[[Mapping[str, str]], T], texts: Mapping[str, str]) -> T:
-    """What `read` makes of texts; DeclarationError where they are malformed."""
-    try:
-        return read(texts)
-    except Malformed as error:
-        raise DeclarationError(f"malformed: {error}") from error
+def _about(at: Place, about: bytes) -> bytes:
+    return about + bytes.fromhex(at.digest)
 
 
 # The server's part ----------------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def _joined(
         _refuse(guard, {"event": "cohort", "run": run}, changed)
         return None
     counts = _guard.numbers(here.client.view(_guard.tally)) * float(node.policy.epsilon is None)
-    part = _masks.join(*_files(node), at, counts)
+    part = _masks.signed_part(_files(node)[0], at, _masks.COUNTS, counts)
     for name, sealed in {**seal, **versions}.items():
         memory.keep(name, sealed)
     memory.keep(file, pack({"cohort": texts["cohort"], "part": part, "counts": np.zeros(0)}, file))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -27,7 +28,7 @@ from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED
 from fedppl.flower import masks, wire
 from fedppl.flower.decode import Parcel
-from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GREET, from_content, to_content
+from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GREET, JOIN, from_content, to_content
 from fedppl.numerics.streams import client_seed
 from fedppl.storage import signed
 from fedppl.testing import normal_means
@@ -35,6 +36,7 @@ from fedppl.types import ConvergenceWarning, Message
 from tests.support.fake_grid import FakeGrid, engine_of, node
 
 OPEN = Policy(
+    sums="optional",
     rows=0,
     few_rows=0,
     parameters_per_row=math.inf,
@@ -109,7 +111,7 @@ def test_a_fit_over_sites_is_the_plain_one_and_the_server_is_sent_noise(tmp_path
     assert all(not record.infos and not record.reasons and not record.failures for record in hidden.records)
 
     kinds = [message.metadata.message_type for message in grid.sent]
-    assert kinds.count(GREET) == 3 and kinds.count(ASK) == 3 * len(hidden.records)
+    assert kinds.count(GREET) == kinds.count(JOIN) == 3 and kinds.count(ASK) == 3 * len(hidden.records)
     words = []
     for message in grid.replies:
         arrays, texts = from_content(message.content)
@@ -129,38 +131,42 @@ def test_a_fit_over_sites_is_the_plain_one_and_the_server_is_sent_noise(tmp_path
         assert (tmp_path / f"at {name}" / f"{name.replace(' ', '%20')}.nc").exists()  # each site's own posterior
 
 
-def test_a_site_that_is_missing_makes_the_round_void_and_the_next_is_right(tmp_path: Path) -> None:
+def test_a_site_that_drops_out_is_asked_again_and_no_number_changes(tmp_path: Path) -> None:
+    """The others are not asked again: their words are there, and the site's are those that it would have sent."""
     identities(tmp_path)
     asked = itertools.count()
-    lost = {4, 8}  # the second site's in the second round, and the third's in the third
+    lost = {0, 4, 5, 8, 12}  # messages of whatever kind, one of them lost twice
 
     def fault(message: FlowerMessage, node_id: int) -> Any:
-        return 5 if message.metadata.message_type == ASK and next(asked) in lost else None
+        is_of_run = message.metadata.message_type in (GREET, JOIN, ASK)
+        return 5 if is_of_run and next(asked) in lost else None
 
-    missing = fit(grid_of(tmp_path, fault))
+    grid = grid_of(tmp_path, fault)
+    missing = fit(grid)
     identities(tmp_path / "whole")
-    whole = fit(grid_of(tmp_path / "whole"))
-    void = [record for record in missing.records if record.failures]
-    assert [list(record.failures) for record in void] == [["client 1"], ["client 2"]]
-    assert all("not reachable" in reason for record in void for reason in record.failures.values())
-    assert missing.status is whole.status is fedppl.Status.CONVERGED
-    sd = gaussian.standard_deviations(whole.posterior)
-    assert_allclose(gaussian.mean(missing.posterior) / sd, gaussian.mean(whole.posterior) / sd, atol=0.05)
+    others = grid_of(tmp_path / "whole")
+    whole = fit(others)
+    assert not any(record.failures for record in missing.records) and len(missing.records) == len(whole.records)
+    assert_array_equal(gaussian.mean(missing.posterior), gaussian.mean(whole.posterior))
+    assert missing.log_evidence == whole.log_evidence
+    assert len(grid.sent) == len(others.sent) + len(lost)
+    lines = list(audit.lines(tmp_path / "at client 0" / "audit.jsonl"))
+    requests = [line for line in lines if line["event"] == "request" and not line.get("repeated")]
+    assert len(requests) == len(missing.records)
 
 
-def test_a_site_that_is_not_connected_costs_the_others_no_answer(tmp_path: Path) -> None:
+def test_a_site_that_stays_away_ends_the_run_and_its_name_is_told(tmp_path: Path) -> None:
     identities(tmp_path)
     grid = grid_of(tmp_path)
     model, _ = declared()
-    factory = engine_of(grid, model, 3, deadline=60.0, secure=True)
-    engine = factory(fedppl.Sums(), {})
-    gone = grid.nodes.pop(12)
-    requests = requests_of(engine)
-    void = engine.exchange_sum(requests, None, None)
-    assert void.clients == 0 and list(void.failures) == ["client 2"] and "not connected" in void.failures["client 2"]
-    assert not [message for message in grid.sent if message.metadata.message_type == ASK]
+    engine = engine_of(grid, model, 3, deadline=60.0, wait=0.2, secure=True)(fedppl.Sums(), {})
+    assert engine.exchange_sum(requests_of(engine), None, None).clients == 3
+    before, gone = len(grid.sent), grid.nodes.pop(12)
+    with pytest.raises(DeclarationError, match="client 2.*checkpoint"):
+        engine.exchange_sum(requests_of(engine, 2), None, None)
+    assert len(grid.sent) == before + 2  # each of the others was asked once
     grid.nodes[12] = gone
-    assert engine.exchange_sum(requests, None, None).clients == 3
+    assert engine.exchange_sum(requests_of(engine, 2), None, None).clients == 3
 
 
 def requests_of(engine: Any, number: int = 1) -> Any:
@@ -249,6 +255,9 @@ def test_a_site_that_sends_something_else_makes_the_round_void(tmp_path: Path) -
         (GREET, other(public="AAAA"), "greeting"),
         (GREET, other(name="client 0"), "client-id"),
         (GREET, other({}, refused="no"), "client_app"),
+        (JOIN, other(words="AAAA"), "counts"),
+        (JOIN, other(name="client 0"), "counts"),
+        (JOIN, other({}, refused="no"), REFUSED),
         (ASK, other({"values": np.ones(3)}), "cannot be read"),
         (ASK, other({masks.WORDS: np.ones(3, "<i8")}), "cannot be read"),
         (ASK, other({masks.WORDS: np.ones(size)}), "int64"),
@@ -288,18 +297,32 @@ class Server:
         message.metadata.__dict__["_message_id"] = "1"
         return from_content(one.app(message, one.context).content)
 
-    def greeting(self, name: str, run: str = "run", number: int = 0) -> secure.Greeting:
-        texts = {**masks.ask(name, run), "number": str(number)}
-        return masks.unpack_greeting(self.send(GREET, name, ({}, texts))[1], name)
+    def greeting(self, name: str, run: str = "run") -> secure.Greeting:
+        return masks.unpack_greeting(self.send(GREET, name, ({}, masks.ask(name, run)))[1], name)
 
-    def greetings(self, run: str = "run", number: int = 0) -> list[secure.Greeting]:
-        return [self.greeting(name, run, number) for name in NAMES]
+    def greetings(self, run: str = "run") -> list[secure.Greeting]:
+        return [self.greeting(name, run) for name in NAMES]
+
+    def join(self, name: str, cohort: list[secure.Greeting], run: str = "run") -> secure.Part | str:
+        """The part of the counts with which a site joins a cohort, or the rule by which it does not."""
+        _, texts = self.send(JOIN, name, ({}, masks.ask(name, run) | masks.pack_cohort(cohort)))
+        if "refused" not in texts:
+            return masks.unpack_part(texts, name)
+        assert texts == {"client_id": name, "refused": REFUSED}
+        (rule,) = refused_by(self.folder, name)[-1:]
+        return rule
+
+    def joined(self, run: str = "run") -> list[secure.Part]:
+        """All sites' parts of the counts."""
+        cohort = self.greetings(run)
+        parts = [self.join(name, cohort, run) for name in NAMES]
+        assert all(isinstance(part, secure.Part) for part in parts)
+        return parts  # type: ignore[return-value]
 
     def ask(
         self,
         name: str,
-        cohort: list[secure.Greeting] | None,
-        number: int = 0,
+        counts: list[secure.Part] | None,
         *,
         round: int = 1,
         run: str = "run",
@@ -311,8 +334,8 @@ class Server:
         seed = (1, round, client_seed(name)) if seed is None else seed
         request = Request(name, 7, round, seed, self.message if message is None else message, run)._replace(**more)
         arrays, texts = wire.pack_request(request)
-        if cohort is not None:
-            texts |= masks.pack_cohort(cohort) | {"number": str(number)}
+        if counts is not None:
+            texts |= masks.pack_parts(counts)
         reply = wire.unpack_reply(*self.send(ASK, name, (arrays, texts)))
         if isinstance(reply, Failure):
             assert reply.reason == REFUSED
@@ -333,80 +356,123 @@ def server(tmp_path: Path) -> Server:
 
 
 def test_words_of_an_honest_round_add_up(server: Server) -> None:
-    cohort = server.greetings()
-    parts = {name: np.asarray(server.ask(name, cohort)) for name in NAMES}
+    counts = server.joined()
+    parts = {name: np.asarray(server.ask(name, counts)) for name in NAMES}
     total = secure.summed(parts, server.shapes)
     assert total.clients == 3 and not total.failures
     fewer = secure.summed({name: parts[name] for name in NAMES[:2]}, server.shapes)
     assert fewer.clients == 0 and all("cancel" in reason for reason in fewer.failures.values())
 
 
-def stranger(server: Server) -> secure.Greeting:
-    return secure.greeting(secure.derived_key(secure.Identity.generate(), "stranger", "run"))
+def test_the_server_learns_the_cohort_s_counts_and_no_site_s(server: Server) -> None:
+    """Rows of three sites, each with as many outcomes as the model has; and bits of a part are as random as coins."""
+    _, clients = declared()
+    parts = server.joined()
+    words = [np.frombuffer(part.words, dtype="<u8") for part in parts]
+    total, cut, missing = secure.decoded(secure.added(words), {"counts": (1,)})
+    assert total["counts"] == sum(len(data["y"]) for data in clients.values()) and cut == missing == 0
+    assert abs(np.concatenate([bits(part) for part in words]).mean() - 0.5) < 0.2
+    assert all(abs(secure.decoded(part, {"counts": (1,)})[0]["counts"]) > 2**20 for part in words)
+    assert [server.join(name, server.greetings()) for name in NAMES] == parts  # the same, however often
 
 
-ATTACKS: dict[str, Callable[[Server, list[secure.Greeting]], np.ndarray | str]] = {
-    "unmasked": lambda server, cohort: server.ask("client 0", None),
-    "key in between": lambda server, cohort: server.ask(
+def stranger(server: Server, run: str = "run") -> secure.Greeting:
+    return secure.greeting(secure.derived_key(secure.Identity.generate(), "stranger", run))
+
+
+ATTACKS: dict[str, Callable[[Server, list[secure.Greeting]], Any]] = {
+    "key in between": lambda server, cohort: server.join(
         "client 0", [*cohort[:2], stranger(server)._replace(name="client 2")]
     ),
-    "key of another run": lambda server, cohort: server.ask(
+    "key of another run": lambda server, cohort: server.join(
         "client 0", [*cohort[:2], server.greeting("client 2", "another")]
     ),
-    "stranger": lambda server, cohort: server.ask("client 0", [*cohort, stranger(server)]),
-    "cohort of two": lambda server, cohort: server.ask("client 0", cohort[:2]),
-    "one site thrice": lambda server, cohort: server.ask("client 0", [cohort[0], *cohort[1:2] * 2]),
-    "without itself": lambda server, cohort: server.ask("client 0", [*cohort[1:], stranger(server)]),
-    "third cohort": lambda server, cohort: server.ask("client 0", cohort, 2),
-    "cohort that cannot be read": lambda server, cohort: server.ask("client 0", [cohort[0]._replace(public=b"")]),
-    "silent": lambda server, cohort: server.ask("client 0", cohort, report=False),
-    "a seed of its own": lambda server, cohort: server.ask("client 0", cohort, seed=(1, 1, 2)),
+    "stranger": lambda server, cohort: server.join("client 0", [*cohort, stranger(server)]),
+    "cohort of two": lambda server, cohort: server.join("client 0", cohort[:2]),
+    "one site thrice": lambda server, cohort: server.join("client 0", [cohort[0], *cohort[1:2] * 2]),
+    "without itself": lambda server, cohort: server.join("client 0", [*cohort[1:], stranger(server)]),
+    "cohort that cannot be read": lambda server, cohort: server.join("client 0", [cohort[0]._replace(public=b"")]),
+    "before it joined": lambda server, cohort: server.ask("client 0", None),
 }
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_server_that_wants_a_single_answer_is_refused(server: Server, attack: str) -> None:
-    cohort = server.greetings()
-    assert ATTACKS[attack](server, cohort) == "sums"
-    for name in NAMES[1:]:  # and nothing was fixed by it
-        assert isinstance(server.ask(name, cohort), np.ndarray)
-    assert isinstance(server.ask("client 0", cohort), np.ndarray)
+    assert ATTACKS[attack](server, server.greetings()) == "sums"
+    counts = server.joined()  # nothing was fixed by it
+    for name in NAMES:
+        assert isinstance(server.ask(name, counts), np.ndarray)
 
 
-def test_the_cohort_of_a_run_stays(tmp_path: Path) -> None:
-    """Fewer are refused in it, and so is a third; a second counts for itself."""
-    names = (*NAMES, "client 3")
+def of_other_words(parts: list[secure.Part]) -> list[secure.Part]:
+    """The counts with a thousand rows more, and the signature of the part as it was."""
+    words = np.frombuffer(parts[2].words, dtype="<u8").astype(np.uint64)
+    words[0] += np.uint64(1000 * 2**20)
+    return [*parts[:2], parts[2]._replace(words=words.tobytes())]
+
+
+COUNTS: dict[str, Callable[[Server, list[secure.Part]], Any]] = {
+    "none": lambda server, parts: server.ask("client 0", None),
+    "other words": lambda server, parts: server.ask("client 0", of_other_words(parts)),
+    "a part twice": lambda server, parts: server.ask("client 0", [*parts[:2], parts[1]]),
+    "fewer parts": lambda server, parts: server.ask("client 0", parts[:2]),
+    "of another run": lambda server, parts: server.ask("client 0", [*parts[:2], server.joined("another")[2]]),
+    "silent": lambda server, parts: server.ask("client 0", parts, report=False),
+    "a seed of its own": lambda server, parts: server.ask("client 0", parts, seed=(1, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("attack", COUNTS)
+def test_counts_are_those_that_the_members_have_signed(server: Server, attack: str) -> None:
+    parts = server.joined()
+    assert COUNTS[attack](server, parts) == "sums"
+    assert isinstance(server.ask("client 0", parts), np.ndarray)
+    assert isinstance(server.ask("client 0", None, round=2), np.ndarray)  # it has them now
+
+
+def test_a_run_has_one_cohort_and_different_sets_are_counted_over_runs(tmp_path: Path) -> None:
+    names = (*NAMES, "client 3", "client 4")
     identities(tmp_path, names)
     server = Server(tmp_path)
-    other = site.read(tmp_path / "client 3")
-    four = [secure.greeting(key_of(other, k)) for k in range(3)]
-    assert isinstance(server.ask("client 0", [*server.greetings(), four[0]]), np.ndarray)
-    assert server.ask("client 0", server.greetings(), round=2) == "sums"
-    second = server.greetings(number=1)
-    assert isinstance(server.ask("client 0", second, 1, round=2), np.ndarray)
-    assert server.ask("client 0", [*second, four[1]], 1, round=3) == "sums"
-    assert server.ask("client 0", [*second, four[2]], 2, round=3) == "sums"
-    assert isinstance(server.ask("client 0", second, 1, round=3), np.ndarray)
+
+    def with_others(run: str, *others: str) -> list[secure.Greeting]:
+        files = {name: site.read(tmp_path / name) for name in others}
+        keys = [secure.derived_key(files[name].identity, name, run, "elsewhere") for name in others]
+        return [*server.greetings(run), *map(secure.greeting, keys)]
+
+    assert isinstance(server.join("client 0", server.greetings()), secure.Part)
+    assert server.join("client 0", with_others("run", "client 3")) == "cohort"
+    assert isinstance(server.join("client 0", with_others("second", "client 3"), "second"), secure.Part)
+    assert server.join("client 0", with_others("third", "client 4"), "third") == "cohorts"
+    assert isinstance(server.join("client 0", server.greetings("fourth"), "fourth"), secure.Part)  # a set of before
 
 
-def key_of(other: site.Site, number: int) -> secure.RunKey:
-    return secure.derived_key(other.identity, other.name, "run", number, "elsewhere")
+def test_rows_are_counted_over_the_cohort(tmp_path: Path) -> None:
+    identities(tmp_path)
+    _, clients = declared()
+    rows = sum(len(data["y"]) for data in clients.values())
+    enough = Server(tmp_path, policy=lambda config: dataclasses.replace(OPEN, rows=rows))
+    assert isinstance(enough.ask("client 0", enough.joined()), np.ndarray)
+    lacking = Server(tmp_path, policy=lambda config: dataclasses.replace(OPEN, rows=rows + 1))
+    assert lacking.ask("client 0", lacking.joined("another"), run="another") == "rows"
+    larger = Server(tmp_path, policy=lambda config: dataclasses.replace(OPEN, fewest_sites=4))
+    assert larger.join("client 0", larger.greetings("third"), "third") == "fewest_sites"
 
 
 def test_a_round_is_answered_once_and_repeated_alike(server: Server) -> None:
-    cohort = server.greetings()
-    first = server.ask("client 0", cohort)
+    counts = server.joined()
+    first = server.ask("client 0", counts)
     assert isinstance(first, np.ndarray)
-    assert_array_equal(server.ask("client 0", cohort), first)
-    assert server.ask("client 0", cohort, message=server.moved()) == "round"
-    assert server.ask("client 0", cohort, round=1, seed=(2, 1, client_seed("client 0"))) == "round"
-    later = server.ask("client 0", cohort, round=2)
+    assert_array_equal(server.ask("client 0", counts), first)
+    assert server.ask("client 0", counts, message=server.moved()) == "round"
+    assert server.ask("client 0", counts, round=1, seed=(2, 1, client_seed("client 0"))) == "round"
+    later = server.ask("client 0", counts, round=2)
     assert isinstance(later, np.ndarray) and np.mean(later == first) < 0.1
 
 
 def test_who_is_asked_something_else_has_other_masks(server: Server) -> None:
     """Otherwise the difference of two rounds in which one site alone is asked elsewhere would be that site's."""
-    cohort = server.greetings()
+    counts = server.joined()
     for number, (more, reason) in enumerate(
         [
             ({"message": server.moved()}, "cancel"),
@@ -418,7 +484,7 @@ def test_who_is_asked_something_else_has_other_masks(server: Server) -> None:
     ):
         seeds = {name: (1, 1, client_seed(name)) for name in NAMES}
         asked = {name: {"seed": seeds[name], **(more if name == "client 0" else {})} for name in NAMES}
-        parts = {name: np.asarray(server.ask(name, cohort, round=number, **asked[name])) for name in NAMES}
+        parts = {name: np.asarray(server.ask(name, counts, round=number, **asked[name])) for name in NAMES}
         total = secure.summed(parts, server.shapes)
         assert bool(total.clients) is not bool(reason)
         assert all(reason in failure for failure in total.failures.values())
@@ -427,7 +493,7 @@ def test_who_is_asked_something_else_has_other_masks(server: Server) -> None:
 def test_a_site_that_was_killed_before_it_answered_gives_the_same_words(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cohort = server.greetings()
+    counts = server.joined()
     replace, made = signed.replace, []
 
     def killed(path: Path, raw: bytes) -> None:
@@ -438,14 +504,14 @@ def test_a_site_that_was_killed_before_it_answered_gives_the_same_words(
 
     monkeypatch.setattr(signed, "replace", killed)
     with pytest.raises(SystemExit):
-        server.ask("client 0", cohort)
+        server.ask("client 0", counts)
     monkeypatch.setattr(signed, "replace", replace)
     (_, _, arrays, _), *_ = made
-    words = server.ask("client 0", cohort)
+    words = server.ask("client 0", counts)
     assert isinstance(words, np.ndarray)
     assert_array_equal(words, np.asarray(arrays[masks.WORDS]).view(np.uint64))
-    assert_array_equal(server.ask("client 0", cohort), words)
-    parts = {"client 0": words} | {name: np.asarray(server.ask(name, cohort)) for name in NAMES[1:]}
+    assert_array_equal(server.ask("client 0", counts), words)
+    parts = {"client 0": words} | {name: np.asarray(server.ask(name, counts)) for name in NAMES[1:]}
     assert secure.summed(parts, server.shapes).clients == 3
 
 
@@ -455,7 +521,7 @@ def test_a_function_that_gives_no_folder_does_not_have_a_site_answer_in_the_clea
 ) -> None:
     identities(tmp_path)
     server = Server(tmp_path, **keywords)
-    for number, texts in enumerate([{}, {"cohort": "[]", "number": "0"}], start=1):
+    for number, texts in enumerate([{}, {"counts": "[]"}], start=1):
         request = Request("client 0", 7, number, (1, number, client_seed("client 0")), server.message, "run")
         arrays, asked = wire.pack_request(request)
         told = server.send(ASK, "client 0", (arrays, {**asked, **texts}))
@@ -474,9 +540,9 @@ def test_why_a_site_cannot_compute_stays_there(tmp_path: Path) -> None:
 
     identities(tmp_path)
     server = Server(tmp_path, algorithm=fedppl.Sums()._replace(update_client=failing))
-    cohort = server.greetings()
+    counts = server.joined()
     arrays, texts = wire.pack_request(Request("client 0", 7, 1, (1, 1, client_seed("client 0")), server.message, "run"))
-    told = server.send(ASK, "client 0", (arrays, {**texts, **masks.pack_cohort(cohort)}))
+    told = server.send(ASK, "client 0", (arrays, {**texts, **masks.pack_parts(counts)}))
     assert "patient" not in json.dumps(told[1]) and told[1]["failure"] == REFUSED and not told[0]
     lines = list(audit.lines(tmp_path / "at client 0" / "audit.jsonl"))
     assert [line["failed"] for line in lines if line.get("failed")] == ["patient 7 is missing"]
