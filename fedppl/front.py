@@ -116,7 +116,8 @@ def fit(
         or tuples of them.
     algorithm
         The algorithm; by default ``fedppl.Sums()`` where all clients are asked, in this process, 20 coordinates are
-        shared at most and log densities are smooth, else ``fedppl.EP()``. `Fit.algorithm` has it, and the log says why.
+        shared at most and log densities are smooth, or the engine's sums are secure; else ``fedppl.EP()``.
+        `Fit.algorithm` has it, and the log says why.
     by
         Column, or columns, of one data frame that tell clients apart. Their values are the clients' ids.
     missing

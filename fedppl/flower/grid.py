@@ -402,16 +402,32 @@ def grid(
         example_data = example(built) if example_data is None else example_data
         greeting = {"agreement": _wire.pack_agreement(built.design.agreement)}
 
-    def factory(algorithm: AnyAlgorithm, models: Mapping[str, Any]) -> Engine:
+    return Sites(grid, model, example_data, GridSettings(expected, wait, deadline, poll, grace, secure), greeting)
+
+
+class Sites(NamedTuple):
+    """Makes the engine of a run."""
+
+    grid: Grid
+    model: FederatedModel
+    example_data: Mapping[str, Any] | None
+    settings: GridSettings
+    greeting: Mapping[str, str]
+
+    @property
+    def secure(self) -> bool:
+        """Whether sums under masks are all that the server gets."""
+        return self.settings.secure
+
+    def __call__(self, algorithm: AnyAlgorithm, models: Mapping[str, Any]) -> Engine:
+        """Wait for the sites."""
         if models:
             raise DeclarationError("the data are at the sites: pass clients=None, and the sites' load_data finds them.")
-        client = model.enrol({"example_data": example_data}, kernel=algorithm.needs.kernel)["example_data"]
+        data = {"example_data": self.example_data}
+        client = self.model.enrol(data, kernel=algorithm.needs.kernel)["example_data"]
         require_fit(algorithm, client)
         server = ServerModel(client.layout, client.reader())
-        settings = GridSettings(expected, wait, deadline, poll, grace, secure)
-        return GridEngine(grid, algorithm, settings, server, greeting)
-
-    return factory
+        return GridEngine(self.grid, algorithm, self.settings, server, self.greeting)
 
 
 def _checked(model: Any, example_data: Any, clients: Any, secure: Any, **seconds: float) -> int | tuple[str, ...]:

@@ -414,7 +414,13 @@ class Choice(NamedTuple):
 
 
 def by_call(first: AnyAlgorithm, other: AnyAlgorithm, data: Any, options: Options) -> AnyAlgorithm | Choice:
-    """The other algorithm where the call rules out `first`, which needs all clients in this process; else both."""
+    """The other algorithm where the call rules out `first`, which needs all clients in this process; else both.
+
+    Where sums are secure it is `first`: the other asks for single replies.
+    """
+    if getattr(options.engine, "secure", False):
+        logger.info("the fit is by %s: the engine's sums are secure", first.name)
+        return first
     keywords = [f"{k}=" for k in ("participation", "reporting", "deadline") if getattr(options, k) is not None]
     reason, begin = "", options.start
     if data is None or not is_here(options.engine):

@@ -623,3 +623,13 @@ def test_an_identity_that_others_may_read_is_refused(tmp_path: Path) -> None:
         (tmp_path / "north" / "identity").chmod(0o640)
         with pytest.raises(DeclarationError, match="chmod 600"):
             site.read(tmp_path / "north")
+
+
+def test_the_default_algorithm_of_secure_sums_is_the_one_by_sums(tmp_path: Path) -> None:
+    identities(tmp_path)
+    model, clients = declared()
+    engine = engine_of(grid_of(tmp_path), model, 3, deadline=60.0, wait=60.0, secure=True)
+    at_sites = fedppl.fit(model, None, engine=engine, progressbar=False, random_seed=1)
+    here = fedppl.fit(model, clients, engine=fedppl.InProcess(secure=True), progressbar=False, random_seed=1)
+    assert at_sites.algorithm.name == here.algorithm.name == "Sums"
+    assert at_sites.status is here.status is fedppl.Status.CONVERGED
