@@ -599,7 +599,11 @@ def reference_log_site(client: ClientModel, phi: Any, theta: Any) -> tuple[float
     ]
     gradient[: len(phi)] -= np.concatenate([np.ravel(part) for part in prior_gradient])
     # of so many values in order PyMC's density has all orders
-    of_orders = [gammaln(model[v.name].size.eval() + 1) for v in client.local if "Ordered" in _transform(model, v.name)]
+    of_orders = [
+        gammaln(model[v.name].size.eval(mode=PYTHON_MODE) + 1)
+        for v in client.local
+        if "Ordered" in _transform(model, v.name)
+    ]
     return float(total) + sum(of_orders), gradient
 
 

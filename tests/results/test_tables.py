@@ -13,6 +13,7 @@ from numpy.testing import assert_allclose
 
 import fedppl
 from fedppl import DeclarationError
+from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.plots._predictions import kaplan_meier
 from fedppl.results import idata
 from fedppl.testing import normal_means
@@ -117,7 +118,7 @@ def test_totals_add_up_what_is_shared_and_what_is_a_clients_own(family: str) -> 
     spec, rng = model.builder.spec, np.random.default_rng(1)
     built = model.builder(**model.read("s1", FRAME[FRAME["site"] == "s1"]))
     names = [*model.builder.coefficients, "site_effects"]
-    shapes = {name: built[name].shape.eval() for name in names}
+    shapes = {name: built[name].shape.eval(mode=PYTHON_MODE) for name in names}
     dims = {name: tuple(built.named_vars_to_dims.get(name, ())) for name in names}
     draws = {name: rng.normal(size=(2, 3, *shapes[name])) for name in names}
     group = idata.posterior_dataset(draws, dims, {k: list(v) for k, v in built.coords.items() if v is not None})
