@@ -186,7 +186,7 @@ def test_the_outputs_covariance_is_that_of_the_linearised_network(
     )
 
 
-@pytest.mark.parametrize("kind", slow_but(["classes", "normal", "convolution"], "normal", "convolution"))
+@pytest.mark.parametrize("kind", slow_but(["classes", "normal", "convolution"], "normal"))
 def test_the_posterior_is_laplace_on_the_declared_linear_model(kind: str, rng: np.random.Generator) -> None:
     """The GGN is the Hessian of the generalised linear model in PyMC at its centre, by PyMC's own second derivative."""
     own = unit(kind)

@@ -208,10 +208,10 @@ def test_a_summary_prints_all_its_columns_estimates_first(fit: Any) -> None:
 def test_a_trial_in_ten_lines(fit: Any, tmp_path: Path) -> None:
     """What a statistician writes once the trial is fitted; nothing in the report takes back what its head says."""
     table = fedppl.table(fit, exponentiate=True)
-    axes = fedppl.plots.forest(fit, "arm", total=True, exponentiate=True)
+    axes = fedppl.plots.forest(fit, "arm", total=True, exponentiate=True, draws=100)
     patient = {"arm": "drug"}
-    risk = fit.predict(None, patient, kind="mean")["predictions"]["died_mean"]
-    known = fit.predict("Delft", patient, kind="mean")["predictions"]["died_mean"]
+    risk = fit.predict(None, patient, kind="mean", draws=250)["predictions"]["died_mean"]
+    known = fit.predict("Delft", patient, kind="mean", draws=250)["predictions"]["died_mean"]
     page = fit.report(tmp_path / "report.html").read_text(encoding="utf-8")
     assert 0.2 < table.frame.loc["arm[drug]", "estimate"] < 1.2 and len(axes[0].texts) == 4
     low, high = risk.quantile([0.025, 0.975]).values
