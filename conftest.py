@@ -18,7 +18,7 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 # Graphs and compilers make millions of small objects that live long: at Python's default of 700 new ones between two
 # searches for cycles, the searches take a sixth of the suite's time.
-gc.set_threshold(50_000, 10, 10)
+gc.set_threshold(200_000, 10, 10)
 
 from tests.support import c_sources  # noqa: E402  # it loads NumPy
 
