@@ -10,10 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytensor
 import pytest
 
 from fedppl.model.interpreted import settings
 from tests.support import markers
+
+# Where in a test a variable was made is not read; to note it takes a twentieth of the time in which graphs are built.
+pytensor.config.traceback__limit = 0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

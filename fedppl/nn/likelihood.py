@@ -426,7 +426,9 @@ def _closed(observed: Any, node: Any, row_shape: tuple[int, ...]) -> Likelihood 
         # A number, or from PyTensor 3 on a tuple of them.
         return Categorical() if is_softmax and p.op.axis in (-1, 1, (-1,), (1,)) else None
     if kind == "normal" and (parameters[0] is output or (row_shape == (1,) and _is_column(parameters[0], output))):
-        sds = np.unique(parameters[1].eval()) if _is_constant(parameters[1]) else np.zeros(0)
+        sds = (
+            np.unique(parameters[1].eval(mode=interpreted.PYTHON_MODE)) if _is_constant(parameters[1]) else np.zeros(0)
+        )
         return Normal(float(sds[0])) if len(sds) == 1 else None  # one number at all clients
     return None
 

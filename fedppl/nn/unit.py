@@ -202,7 +202,10 @@ def local_prior(who: str, parts: _graph.Parts, local: Sequence[Variable]) -> Loc
             raise DeclarationError(f"{who}: a parameter of the prior of {rv.name!r} is no constant; {CONTRACT}.")
         mean, precision = np.zeros(()), np.zeros(())
         if functional.kind_of(rv) == "normal" and model.rvs_to_transforms[rv] is None:
-            mean, sd = (np.asarray(parameter.eval(), dtype=float) for parameter in rv.owner.op.dist_params(rv.owner))
+            mean, sd = (
+                np.asarray(parameter.eval(mode=interpreted.PYTHON_MODE), dtype=float)
+                for parameter in rv.owner.op.dist_params(rv.owner)
+            )
             precision = sd**-2.0
         else:
             others.append(rv)

@@ -76,7 +76,7 @@ def observed_values(pymc_model: Any) -> dict[str, np.ndarray]:
     """The values of every observed variable."""
     values = {rv.name: pymc_model.rvs_to_values[rv] for rv in pymc_model.observed_RVs}
     return {
-        name: np.asarray(value.get_value() if hasattr(value, "get_value") else value.eval())
+        name: np.asarray(value.get_value() if hasattr(value, "get_value") else value.eval(mode=interpreted.PYTHON_MODE))
         for name, value in values.items()
     }
 

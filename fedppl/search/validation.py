@@ -133,7 +133,8 @@ def _client_loss(
     points = np.ascontiguousarray(np.concatenate([sample.shared[0], sample.local[0]], axis=1))
     if sample.diagnostics.get("point_estimate"):
         points = points[:1]
-    kernel, packed = held_out.kernel, held_out.packed
+    # The fit has compiled the one with a gradient, or none.
+    kernel, packed = held_out.kernel if fit.algorithm.needs.kernel else held_out.value_kernel, held_out.packed
     log_density = [float(kernel(x, *packed)[0]) - float(kernel(x, *none)[0]) for x in points]
     return _mean_loss(log_density), held_out.rows
 

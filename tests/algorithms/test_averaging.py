@@ -45,6 +45,7 @@ def test_one_full_step_a_round_is_gradient_descent_on_the_log_posterior() -> Non
     assert np.linalg.norm(found[0] - found[-1]) > 0.1  # it went somewhere
 
 
+@pytest.mark.slow
 def test_the_same_holds_for_a_logistic_regression() -> None:
     """φ ← φ − η [Σ Xᵀ(logit⁻¹ Xβ − y) + β/4] / N."""
     model, clients = pooled.logit()

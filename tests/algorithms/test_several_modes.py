@@ -103,6 +103,7 @@ def shared_out(y: Any) -> pm.Model:
     return model
 
 
+@pytest.mark.slow
 def test_the_default_finds_labels_that_may_be_exchanged() -> None:
     rng = np.random.default_rng(3)
     clients = {str(k): {"y": np.where(rng.random(60) < 0.6, -0.5, 2.0) + 0.6 * rng.normal(size=60)} for k in range(5)}

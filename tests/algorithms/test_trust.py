@@ -712,7 +712,11 @@ def _with_an_estimate(of: float) -> tuple[fedppl.FederatedModel, dict[str, Any]]
 @pytest.mark.filterwarnings("ignore:fit ended:fedppl.ConvergenceWarning")
 @pytest.mark.parametrize(
     ("of", "trust", "converged"),
-    [pytest.param(0.5, None, True, marks=pytest.mark.slow), (400.0, None, False), (400.0, 2000.0, True)],
+    [
+        pytest.param(0.5, None, True, marks=pytest.mark.slow),
+        pytest.param(400.0, None, False, marks=pytest.mark.slow),
+        (400.0, 2000.0, True),
+    ],
 )
 def test_an_estimate_that_decides_alone_is_not_called_converged(of: float, trust: Any, converged: bool) -> None:
     """Unless the user says how far one may pull; closed form, with all variances known."""

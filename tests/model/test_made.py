@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -312,3 +313,23 @@ def test_a_client_s_density_is_kept_where_numbers_of_the_shared_prior_change(sha
         sd = np.exp(0.3) if shared == "half normal" else scale * special.expit(0.3)
         density = of.log_density(np.array([0.3, 0.7]), np.zeros(0))
         assert density == pytest.approx(stats.norm.logpdf(Y, 0.7, sd).sum(), rel=1e-12)
+
+
+def test_a_warm_up_fits_with_and_without_a_scale_of_rows_by_both_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[frozenset[str], str]] = []
+
+    def fit(model: Any, clients: Any, algorithm: Any, **settings: Any) -> Any:
+        client = next(iter(model.enrol(clients, kernel=False).values()))
+        asked.append((frozenset(variable.name for variable in client.local), algorithm.name))
+        return SimpleNamespace(client=lambda name, draws: None)
+
+    monkeypatch.setattr("fedppl.front.fit", fit)
+    assert fedppl.warm_up() > 0
+    assert set(asked) == {
+        (frozenset(local), name) for local in ({"slope", "sigma"}, {"slope"}) for name in ("Sums", "EP")
+    }
+
+
+@pytest.mark.slow
+def test_a_warm_up_ends() -> None:
+    assert fedppl.warm_up() > 0

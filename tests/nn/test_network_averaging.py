@@ -627,7 +627,8 @@ def test_predictions_block_by_block_are_those_at_once(link: str, monkeypatch: py
     assert_allclose(drawn.sum("output"), 1.0)
 
 
-@pytest.mark.parametrize("shared", slow_but([BODY, HEAD, ALL], ALL))
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [BODY, HEAD, ALL])
 def test_the_loss_on_rows_held_out_is_that_of_what_is_predicted(shared: tuple[str, ...]) -> None:
     """Points: a client's loss is that of the probabilities that it predicts, wherever its own weights are."""
     model, clients = problems.classification(shared=shared)

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import attacks
 from tests.support import problems
 
-LONG = {"trust", "state", "patients", "told"}
+LONG = {"trust", "state", "policy", "patients", "told"}
 PARTS = [pytest.param(part, marks=pytest.mark.slow if part in LONG else ()) for part in attacks.PARTS]
 
 

@@ -106,7 +106,7 @@ def test_correlations_of_a_shared_cholesky_factor_stay() -> None:
     def build(y: Any) -> Any:
         with pm.Model() as model:
             y = pm.Data("y", y)
-            chol, _, _ = pm.LKJCholeskyCov("chol", n=3, eta=2, sd_dist=pm.HalfNormal.dist(1, shape=3))
+            chol, _, _ = pm.LKJCholeskyCov("chol", n=2, eta=2, sd_dist=pm.HalfNormal.dist(1, shape=2))
             pm.Normal("obs", chol.sum(), 1, observed=y)
         return model
 

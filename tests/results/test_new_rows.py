@@ -15,6 +15,7 @@ from scipy.special import expit
 import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel
 from fedppl.formulas.families import LEVEL, TIME
+from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.results import idata, predicting
 from fedppl.testing import normal_means
 from tests.support.markers import slow_but
@@ -46,7 +47,7 @@ def test_means_are_what_outcomes_are_on_average_at_a_client_without_rows(family:
         **PARTIAL,
         **FAMILIES[family].beside,
     }
-    shapes = {rv.name: rv.shape.eval() for rv in built(**built.read_unseen("new", NEW)).free_RVs}
+    shapes = {rv.name: rv.shape.eval(mode=PYTHON_MODE) for rv in built(**built.read_unseen("new", NEW)).free_RVs}
     first = 1 if width > 1 else None
     draws = {
         k: tiled(np.broadcast_to(np.ravel(values[k])[:first].squeeze(), tuple(shapes[k])), count) for k in built.shared

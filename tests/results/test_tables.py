@@ -13,6 +13,7 @@ from numpy.testing import assert_allclose
 
 import fedppl
 from fedppl import DeclarationError
+from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.plots._predictions import kaplan_meier
 from fedppl.results import idata
 from fedppl.testing import normal_means
@@ -117,7 +118,7 @@ def test_totals_add_up_what_is_shared_and_what_is_a_clients_own(family: str) -> 
     spec, rng = model.builder.spec, np.random.default_rng(1)
     built = model.builder(**model.read("s1", FRAME[FRAME["site"] == "s1"]))
     names = [*model.builder.coefficients, "site_effects"]
-    shapes = {name: built[name].shape.eval() for name in names}
+    shapes = {name: built[name].shape.eval(mode=PYTHON_MODE) for name in names}
     dims = {name: tuple(built.named_vars_to_dims.get(name, ())) for name in names}
     draws = {name: rng.normal(size=(2, 3, *shapes[name])) for name in names}
     group = idata.posterior_dataset(draws, dims, {k: list(v) for k, v in built.coords.items() if v is not None})
@@ -207,10 +208,10 @@ def test_a_summary_prints_all_its_columns_estimates_first(fit: Any) -> None:
 def test_a_trial_in_ten_lines(fit: Any, tmp_path: Path) -> None:
     """What a statistician writes once the trial is fitted; nothing in the report takes back what its head says."""
     table = fedppl.table(fit, exponentiate=True)
-    axes = fedppl.plots.forest(fit, "arm", total=True, exponentiate=True)
+    axes = fedppl.plots.forest(fit, "arm", total=True, exponentiate=True, draws=100)
     patient = {"arm": "drug"}
-    risk = fit.predict(None, patient, kind="mean")["predictions"]["died_mean"]
-    known = fit.predict("Delft", patient, kind="mean")["predictions"]["died_mean"]
+    risk = fit.predict(None, patient, kind="mean", draws=250)["predictions"]["died_mean"]
+    known = fit.predict("Delft", patient, kind="mean", draws=250)["predictions"]["died_mean"]
     page = fit.report(tmp_path / "report.html").read_text(encoding="utf-8")
     assert 0.2 < table.frame.loc["arm[drug]", "estimate"] < 1.2 and len(axes[0].texts) == 4
     low, high = risk.quantile([0.025, 0.975]).values

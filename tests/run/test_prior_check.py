@@ -17,6 +17,7 @@ from fedppl.numerics.prior import SharedPrior
 from fedppl.run import conflicts
 from fedppl.run.conflicts import Likelihood, _Slopes, deviations
 from fedppl.testing import normal_means
+from tests.support.markers import slow_but
 
 
 def line(X: Any, y: Any, *, slope_sd: float = 2.0, noise: Any = None) -> pm.Model:
@@ -112,7 +113,7 @@ def test_rounding_is_no_conflict() -> None:
     assert_allclose(deviations(prior, data)[0], 0.0)
 
 
-@pytest.mark.parametrize("slope_sd", [1e-4, 1e-3, 0.1])
+@pytest.mark.parametrize("slope_sd", slow_but([1e-4, 1e-3, 0.1], 1e-4, 0.1))
 def test_a_prior_that_is_far_too_narrow_is_named(slope_sd: float, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "fedppl"):
         found = fitted(clinics(), slope_sd=slope_sd)

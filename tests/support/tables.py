@@ -187,7 +187,9 @@ def log_densities(model: FederatedModel, data: Any, values: dict[str, Any]) -> t
     point = {}
     for value, rv in zip(built.value_vars, built.free_RVs, strict=True):
         transform, given = built.rvs_to_transforms[rv], np.asarray(values[rv.name], dtype=float)
-        point[value.name] = given if transform is None else transform.forward(given, *rv.owner.inputs).eval()
+        point[value.name] = (
+            given if transform is None else transform.forward(given, *rv.owner.inputs).eval(mode=PYTHON_MODE)
+        )
     outcome = built.observed_RVs
     density = built.compile_logp(vars=outcome, sum=False, mode=PYTHON_MODE)(point)[0]
     return density, built.compile_dlogp(mode=PYTHON_MODE)(point)
