@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pymc as pm
 import pytest
 
@@ -19,7 +20,7 @@ from fedppl import DeclarationError, FederatedModel, Policy, audit, gaussian, po
 from fedppl.contracts import Asked, Disclosure, Failure, Reply, Request
 from fedppl.engine import account as _account
 from fedppl.engine.account import changed_rows, version_of
-from fedppl.engine.guard import REFUSED, Guard, admit, holdings, in_memory, released
+from fedppl.engine.guard import REFUSED, Guard, admit, holdings, in_memory, numbers, released, summed, tally
 from fedppl.engine.policy import NO_RULES, Holdings
 from fedppl.flower import node as _node
 from fedppl.flower import wire as _wire
@@ -29,6 +30,7 @@ from fedppl.storage import signed
 from fedppl.storage.signed import Memory, file_memory
 from fedppl.types import LocalFailure
 from tests.support import problems
+from tests.support.fake_grid import FakeGrid, engine_of, node, remember
 from tests.support.markers import slow_but
 
 OPEN = Policy(sums="optional", rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf)
@@ -61,6 +63,11 @@ def test_a_file_says_what_the_keywords_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        ("sums = 'x'", "sums='x' must be .*optional"),
+        ("sums = true", "sums=True must be .*optional"),
+        ("fewest_sites = 2", "fewest_sites=2 .*at least 3.*two sites"),
+        ("cohorts = 0", "cohorts=0 .*inf allows any"),
+        ("points = -1", "points=-1 .*at least 0"),
         ("rows = -1", "rows=-1 must be a whole number, at least 0"),
         ("rows = 2.5", "rows=2.5"),
         ("rows = true", "rows=True"),
@@ -175,6 +182,127 @@ BITS = np.array([0, 1, 0, 0, 1, 0, 0, 0, 0])
 )
 def test_rows_and_events_are_read_off_the_model(observe: Any, data: Any, expected: Holdings) -> None:
     assert holdings(client_of(observe, **data)) == expected
+
+
+COUNTED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int | None]] = {
+    "binary": (lambda mu, y: pm.Bernoulli("o", logit_p=mu, observed=y), {"y": BITS}, {"y": 1 - BITS[:4]}, 5),
+    "binary, one kind at a client": (
+        lambda mu, y: pm.Bernoulli("o", logit_p=mu, observed=y),
+        {"y": np.zeros(9, dtype=int)},
+        {"y": np.ones(6, dtype=int)},
+        6,
+    ),
+    "binomial": (
+        lambda mu, y, n: pm.Binomial("o", n, pm.math.sigmoid(mu), observed=y),
+        {"y": np.array([3, 0, 2]), "n": np.array([4, 5, 2])},
+        {"y": np.array([1, 1]), "n": np.array([9, 1])},
+        7,
+    ),
+    "categorical": (  # the last category at the second client alone
+        lambda mu, y: pm.Categorical("o", pm.math.softmax(pm.math.stack([mu, 0.0, 1.0, 2.0])), observed=y),
+        {"y": np.array([0, 0, 2, 2, 2])},
+        {"y": np.array([0, 2, 3, 3])},
+        2,
+    ),
+    "counts that are 0 or 1 at one client": (
+        lambda mu, y: pm.Poisson("o", pm.math.exp(mu), observed=y),
+        {"y": BITS},
+        {"y": np.array([4, 0, 1])},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_counts_of_two_clients_add_up_to_those_of_all_rows(case: str) -> None:
+    observe, one, other, events = COUNTED[case]
+    pooled = {name: np.concatenate([one[name], other[name]]) for name in one}
+    ours, theirs = (tally(client_of(observe, **data)) for data in (one, other))
+    rows = len(one["y"]) + len(other["y"])
+    for own in (ours, theirs):  # by whichever client adds
+        found = summed(own, numbers(ours) + numbers(theirs), 2)
+        assert found == holdings(client_of(observe, **pooled))._replace(sites=2) == Holdings(rows, events, 2)
+
+
+def test_counts_of_censored_times_add_up() -> None:
+    event = np.array([1, 1, 0, 1, 0, 0, 0, 0])
+    frame = pd.DataFrame({"site": ["a"] * 4 + ["b"] * 4, "time": np.arange(1.0, 9), "event": event})
+    model = fedppl.agree(fedppl.formula("Surv(time, event) ~ 1", "weibull"), frame, by="site").model
+    tables = {name: frame[frame["site"] == name] for name in "ab"} | {"pooled": frame}
+    one, other, pooled = (model.enrol({name: rows}, kernel=False)[name] for name, rows in tables.items())
+    found = summed(tally(one), numbers(tally(one)) + numbers(tally(other)), 2)
+    assert found == holdings(pooled)._replace(sites=2) == Holdings(8, 3, 2)
+
+
+# --- sums -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rules", "sites", "sets", "told"),
+    [
+        (Policy(), 3, 2, None),
+        (Policy(), 2, 1, "fewest_sites: 2"),
+        (Policy(), 3, 3, "cohorts: 3"),
+        (Policy(fewest_sites=5), 4, 1, "fewest_sites: 4"),
+        (Policy(fewest_sites=5, cohorts=1), 5, 2, "cohorts: 2"),
+        (Policy(cohorts=math.inf), 3, 10**6, None),
+    ],
+)
+def test_rules_on_cohorts(rules: Policy, sites: int, sets: int, told: str | None) -> None:
+    found = policy.refuse_cohort(rules, sites, sets)
+    assert found is None if told is None else found is not None and found.startswith(told)
+
+
+def test_points_that_a_policy_does_not_name_are_none_singly_and_some_in_sums() -> None:
+    """A number that it names holds both ways, zero too."""
+    for masked, usual in ((False, 0), (True, policy.POINTS_OF_SUMS)):
+        assert policy.resolved(Policy(), masked=masked) == Policy(points=usual)
+        for given in (Policy(points=0), Policy(points=7), NO_RULES):
+            assert policy.resolved(given, masked=masked) == given
+
+
+IN_THE_CLEAR = "sums.*secure=.*optional"
+
+
+def app_of(folder: Path, **given: Any) -> Any:
+    return fedppl.Flower.client_app(
+        MODEL, fedppl.EP(), lambda config: CLIENTS["clinic 3"], folder=lambda config: folder, **given
+    )
+
+
+def test_no_single_reply_leaves_unless_the_policy_says_so(tmp_path: Path) -> None:
+    for given in ({}, {"policy": None}, {"policy": Policy()}, {"policy": opened(sums="required")}):
+        with pytest.raises(DeclarationError, match=IN_THE_CLEAR):
+            app_of(tmp_path, **given)
+    app_of(tmp_path, policy=SINGLE)
+    with pytest.raises(DeclarationError, match="sums.*secure=True.*optional"):
+        fedppl.fit(MODEL, CLIENTS, fedppl.EP(), engine=fedppl.InProcess(policy=Policy()), progressbar=False)
+
+
+@pytest.mark.parametrize("given", ["function", "function to none", "file", "function to a file"])
+def test_a_policy_that_is_read_later_is_held_to_as_well(tmp_path: Path, given: str) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text("requests = 60\n")
+    chosen: Any = {
+        "function": lambda config: Policy(),
+        "function to none": lambda config: None,
+        "file": path,
+        "function to a file": lambda config: path,
+    }[given]
+    remember(MODEL, CLIENTS)
+    grid = FakeGrid({1: node(app_of(tmp_path / "site", policy=chosen), 1, **{"client-id": "clinic 3"})})
+    with pytest.raises(DeclarationError, match=IN_THE_CLEAR):
+        fedppl.fit(MODEL, None, fedppl.EP(), engine=engine_of(grid, MODEL, 1), progressbar=False)
+
+
+def test_under_the_default_a_site_without_masks_answers_no_message(tmp_path: Path) -> None:
+    site, memory = site_of(tmp_path, opened(sums="required")), file_memory(tmp_path)
+    assert refused(sent(site, ask(1)))
+    assert _node.agree(site, {}, memory, {})[1]["refused"] == REFUSED
+    parcel = fedppl.local.target.pack_target(LAYOUT.prior, LAYOUT.prior, 0.0), CONCLUDING
+    assert _node.conclude(site, {}, memory, parcel) == ({}, {"client_id": "clinic 3"})
+    assert "error" in _node.introduce(site, {}, memory, {})[1]
+    assert not list(tmp_path.glob("*.nc"))
 
 
 # --- rules on requests ----------------------------------------------------------------------------------------

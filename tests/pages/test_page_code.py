@@ -103,7 +103,7 @@ def of_a_hospital() -> dict[str, Any]:
         "died": RNG.integers(0, 2, 174),
     }
     pd.DataFrame(columns).to_csv("patients.csv", index=False)
-    Path("policy.toml").write_text('sums = "optional"\nrequests = 60\n', encoding="utf-8")
+    Path("policy.toml").write_text("requests = 60\n", encoding="utf-8")
     return {}
 
 
