@@ -46,8 +46,9 @@ def logistic(X: Any, y: Any) -> Any:
     return model
 
 
-# The default, for a site that takes part with fewer rows than that wants: what remains has to hold by itself.
-_SMALL = Policy(rows=20, parameters_per_row=0.25, joint=True)
+# The default, for a site whose single replies leave and that takes part with fewer rows than that wants: what remains
+# has to hold by itself.
+_SMALL = Policy(sums="optional", rows=20, parameters_per_row=0.25, joint=True)
 
 
 class Server:
@@ -125,7 +126,7 @@ def probe(server: Server, columns: int, most: int, *, increasing: bool = False) 
 _PROBERS = {
     "one_round": (_SMALL, 30, False),
     "rounds_increasing": (_SMALL, 30, True),
-    "default": (Policy(joint=True), 300, True),
+    "default": (Policy(sums="optional", joint=True), 300, True),
 }
 
 
@@ -244,7 +245,8 @@ def _discrete(requests: int) -> bool:
     data = {"X": X, "y": rng.integers(0, 2, 250)}
     counts = np.bincount((X[:, 1:] @ [8, 4, 2, 1]).astype(int), minlength=16)
     with tempfile.TemporaryDirectory() as folder:
-        return bool(np.array_equal(count_cells(Server(Path(folder), Policy(joint=True), data), 5, requests), counts))
+        server = Server(Path(folder), Policy(sums="optional", joint=True), data)
+        return bool(np.array_equal(count_cells(server, 5, requests), counts))
 
 
 def solve(

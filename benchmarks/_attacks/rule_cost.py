@@ -102,7 +102,7 @@ def seconds(case: Case, algorithm: Any) -> tuple[float, float, int]:
 
         return measured
 
-    rules = fedppl.Policy(requests=1000, points=10**7, parameters_per_row=np.inf)
+    rules = fedppl.Policy(sums="optional", requests=1000, points=10**7, parameters_per_row=np.inf)
     with (
         mock.patch("fedppl.engine.guard.refuse_points", timed("rule", few_rows.refuse_points)),
         mock.patch("fedppl.engine.guard.refuse_model", timed("rule", few_rows.refuse_model)),

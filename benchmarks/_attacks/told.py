@@ -28,7 +28,7 @@ from fedppl.storage.signed import file_memory
 from fedppl.types import Array
 
 ROWS = 400
-POLICY = fedppl.Policy()
+POLICY = fedppl.Policy(sums="optional")
 Rows = dict[str, Array]
 
 

@@ -17,7 +17,7 @@ from fedppl.testing import normal_means
 from fedppl.types import DeclarationError
 from tests.support import problems
 
-OPEN = fedppl.Policy(rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf)
+OPEN = fedppl.Policy(sums="optional", rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf)
 
 
 def chosen(caplog: pytest.LogCaptureFixture, model: Any, data: Any, **keywords: Any) -> str:

@@ -225,6 +225,7 @@ def test_values_that_are_not_known_well_enough_are_not_called_converged() -> Non
 
 # Sites of their own, as their policies have it.
 OPEN: dict[str, Any] = {
+    "sums": "optional",
     "rows": 0,
     "few_rows": 0,
     "parameters_per_row": np.inf,

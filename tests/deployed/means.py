@@ -38,7 +38,7 @@ def report(fit: fedppl.Fit, context: Context) -> None:
     (folder / "fit.json").write_text(json.dumps(found))
 
 
-POLICY = fedppl.Policy(rows=10, few_rows=0, requests=10_000)
+POLICY = fedppl.Policy(sums="optional", rows=10, few_rows=0, requests=10_000)
 site = fedppl.Flower.client_app(MODEL, ALGORITHM, load, folder=lambda config: config["folder"], policy=POLICY)
 server = fedppl.Flower.server_app(
     MODEL, ALGORITHM, clients=3, example_data={"y": [0.0, 1.0]}, random_seed=1, on_fit=report

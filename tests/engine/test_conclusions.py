@@ -35,7 +35,14 @@ from tests.support import malformed
 from tests.support.fake_grid import FakeGrid, Node, engine_of, node, remember
 
 TELLS = Policy(
-    rows=0, few_rows=0, joint=True, parameters_per_row=math.inf, events=0, requests=math.inf, conclusions=("loo",)
+    sums="optional",
+    rows=0,
+    few_rows=0,
+    joint=True,
+    parameters_per_row=math.inf,
+    events=0,
+    requests=math.inf,
+    conclusions=("loo",),
 )
 BOTH = dataclasses.replace(TELLS, conclusions=("loo", "conflict"))
 EP = fedppl.EP()

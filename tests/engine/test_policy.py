@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pymc as pm
 import pytest
 
@@ -19,7 +20,7 @@ from fedppl import DeclarationError, FederatedModel, Policy, audit, gaussian, po
 from fedppl.contracts import Asked, Disclosure, Failure, Reply, Request
 from fedppl.engine import account as _account
 from fedppl.engine.account import changed_rows, version_of
-from fedppl.engine.guard import REFUSED, Guard, admit, holdings, in_memory, released
+from fedppl.engine.guard import REFUSED, Guard, admit, holdings, in_memory, numbers, released, summed, tally
 from fedppl.engine.policy import NO_RULES, Holdings
 from fedppl.flower import node as _node
 from fedppl.flower import wire as _wire
@@ -29,9 +30,17 @@ from fedppl.storage import signed
 from fedppl.storage.signed import Memory, file_memory
 from fedppl.types import LocalFailure
 from tests.support import problems
+from tests.support.fake_grid import FakeGrid, engine_of, node, remember
 from tests.support.markers import slow_but
 
-OPEN = Policy(rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf)
+OPEN = Policy(sums="optional", rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf)
+SINGLE = Policy(sums="optional")
+
+
+def opened(**limits: Any) -> Policy:
+    """Without rules but those that are given."""
+    return dataclasses.replace(OPEN, **limits)
+
 
 # --- the file -------------------------------------------------------------------------------------------------
 
@@ -54,6 +63,11 @@ def test_a_file_says_what_the_keywords_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        ("sums = 'x'", "sums='x' must be .*optional"),
+        ("sums = true", "sums=True must be .*optional"),
+        ("fewest_sites = 2", "fewest_sites=2 .*at least 3.*two sites"),
+        ("cohorts = 0", "cohorts=0 .*inf allows any"),
+        ("points = -1", "points=-1 .*at least 0"),
         ("rows = -1", "rows=-1 must be a whole number, at least 0"),
         ("rows = 2.5", "rows=2.5"),
         ("rows = true", "rows=True"),
@@ -67,7 +81,7 @@ def test_a_file_says_what_the_keywords_say(tmp_path: Path) -> None:
         ("declarations = 'ab'", "declarations='ab' must be a list"),
         ("declarations = [1]", r"declarations=\[1\]"),
         ("approval = 3", "approval=3 must be"),
-        ("row = 3", "key 'row'; a policy has rows,"),
+        ("row = 3", "key 'row'; a policy has .*rows,"),
         ("rows = ", "no TOML"),
         ("joint = 1", "joint=1 must be true or false, as TOML has them"),
         ("joint = True", "TOML has true, false"),
@@ -168,6 +182,127 @@ BITS = np.array([0, 1, 0, 0, 1, 0, 0, 0, 0])
 )
 def test_rows_and_events_are_read_off_the_model(observe: Any, data: Any, expected: Holdings) -> None:
     assert holdings(client_of(observe, **data)) == expected
+
+
+COUNTED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], int | None]] = {
+    "binary": (lambda mu, y: pm.Bernoulli("o", logit_p=mu, observed=y), {"y": BITS}, {"y": 1 - BITS[:4]}, 5),
+    "binary, one kind at a client": (
+        lambda mu, y: pm.Bernoulli("o", logit_p=mu, observed=y),
+        {"y": np.zeros(9, dtype=int)},
+        {"y": np.ones(6, dtype=int)},
+        6,
+    ),
+    "binomial": (
+        lambda mu, y, n: pm.Binomial("o", n, pm.math.sigmoid(mu), observed=y),
+        {"y": np.array([3, 0, 2]), "n": np.array([4, 5, 2])},
+        {"y": np.array([1, 1]), "n": np.array([9, 1])},
+        7,
+    ),
+    "categorical": (  # the last category at the second client alone
+        lambda mu, y: pm.Categorical("o", pm.math.softmax(pm.math.stack([mu, 0.0, 1.0, 2.0])), observed=y),
+        {"y": np.array([0, 0, 2, 2, 2])},
+        {"y": np.array([0, 2, 3, 3])},
+        2,
+    ),
+    "counts that are 0 or 1 at one client": (
+        lambda mu, y: pm.Poisson("o", pm.math.exp(mu), observed=y),
+        {"y": BITS},
+        {"y": np.array([4, 0, 1])},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_counts_of_two_clients_add_up_to_those_of_all_rows(case: str) -> None:
+    observe, one, other, events = COUNTED[case]
+    pooled = {name: np.concatenate([one[name], other[name]]) for name in one}
+    ours, theirs = (tally(client_of(observe, **data)) for data in (one, other))
+    rows = len(one["y"]) + len(other["y"])
+    for own in (ours, theirs):  # by whichever client adds
+        found = summed(own, numbers(ours) + numbers(theirs), 2)
+        assert found == holdings(client_of(observe, **pooled))._replace(sites=2) == Holdings(rows, events, 2)
+
+
+def test_counts_of_censored_times_add_up() -> None:
+    event = np.array([1, 1, 0, 1, 0, 0, 0, 0])
+    frame = pd.DataFrame({"site": ["a"] * 4 + ["b"] * 4, "time": np.arange(1.0, 9), "event": event})
+    model = fedppl.agree(fedppl.formula("Surv(time, event) ~ 1", "weibull"), frame, by="site").model
+    tables = {name: frame[frame["site"] == name] for name in "ab"} | {"pooled": frame}
+    one, other, pooled = (model.enrol({name: rows}, kernel=False)[name] for name, rows in tables.items())
+    found = summed(tally(one), numbers(tally(one)) + numbers(tally(other)), 2)
+    assert found == holdings(pooled)._replace(sites=2) == Holdings(8, 3, 2)
+
+
+# --- sums -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rules", "sites", "sets", "told"),
+    [
+        (Policy(), 3, 2, None),
+        (Policy(), 2, 1, "fewest_sites: 2"),
+        (Policy(), 3, 3, "cohorts: 3"),
+        (Policy(fewest_sites=5), 4, 1, "fewest_sites: 4"),
+        (Policy(fewest_sites=5, cohorts=1), 5, 2, "cohorts: 2"),
+        (Policy(cohorts=math.inf), 3, 10**6, None),
+    ],
+)
+def test_rules_on_cohorts(rules: Policy, sites: int, sets: int, told: str | None) -> None:
+    found = policy.refuse_cohort(rules, sites, sets)
+    assert found is None if told is None else found is not None and found.startswith(told)
+
+
+def test_points_that_a_policy_does_not_name_are_none_singly_and_some_in_sums() -> None:
+    """A number that it names holds both ways, zero too."""
+    for masked, usual in ((False, 0), (True, policy.POINTS_OF_SUMS)):
+        assert policy.resolved(Policy(), masked=masked) == Policy(points=usual)
+        for given in (Policy(points=0), Policy(points=7), NO_RULES):
+            assert policy.resolved(given, masked=masked) == given
+
+
+IN_THE_CLEAR = "sums.*secure=.*optional"
+
+
+def app_of(folder: Path, **given: Any) -> Any:
+    return fedppl.Flower.client_app(
+        MODEL, fedppl.EP(), lambda config: CLIENTS["clinic 3"], folder=lambda config: folder, **given
+    )
+
+
+def test_no_single_reply_leaves_unless_the_policy_says_so(tmp_path: Path) -> None:
+    for given in ({}, {"policy": None}, {"policy": Policy()}, {"policy": opened(sums="required")}):
+        with pytest.raises(DeclarationError, match=IN_THE_CLEAR):
+            app_of(tmp_path, **given)
+    app_of(tmp_path, policy=SINGLE)
+    with pytest.raises(DeclarationError, match="sums.*secure=True.*optional"):
+        fedppl.fit(MODEL, CLIENTS, fedppl.EP(), engine=fedppl.InProcess(policy=Policy()), progressbar=False)
+
+
+@pytest.mark.parametrize("given", ["function", "function to none", "file", "function to a file"])
+def test_a_policy_that_is_read_later_is_held_to_as_well(tmp_path: Path, given: str) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text("requests = 60\n")
+    chosen: Any = {
+        "function": lambda config: Policy(),
+        "function to none": lambda config: None,
+        "file": path,
+        "function to a file": lambda config: path,
+    }[given]
+    remember(MODEL, CLIENTS)
+    grid = FakeGrid({1: node(app_of(tmp_path / "site", policy=chosen), 1, **{"client-id": "clinic 3"})})
+    with pytest.raises(DeclarationError, match=IN_THE_CLEAR):
+        fedppl.fit(MODEL, None, fedppl.EP(), engine=engine_of(grid, MODEL, 1), progressbar=False)
+
+
+def test_under_the_default_a_site_without_masks_answers_no_message(tmp_path: Path) -> None:
+    site, memory = site_of(tmp_path, opened(sums="required")), file_memory(tmp_path)
+    assert refused(sent(site, ask(1)))
+    assert _node.agree(site, {}, memory, {})[1]["refused"] == REFUSED
+    parcel = fedppl.local.target.pack_target(LAYOUT.prior, LAYOUT.prior, 0.0), CONCLUDING
+    assert _node.conclude(site, {}, memory, parcel) == ({}, {"client_id": "clinic 3"})
+    assert "error" in _node.introduce(site, {}, memory, {})[1]
+    assert not list(tmp_path.glob("*.nc"))
 
 
 # --- rules on requests ----------------------------------------------------------------------------------------
@@ -271,7 +406,7 @@ def test_one_answer_a_round_and_rounds_increase_in_each_run() -> None:
 
 
 def test_requests_count_over_runs() -> None:
-    guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, requests=4), "a")
+    guard = in_memory(opened(requests=4), "a")
     assert [admitted(guard, ask(1, f"run {i}")) for i in range(6)] == [True] * 4 + [False] * 2
 
 
@@ -288,16 +423,16 @@ def test_points_with_values_count_over_runs_and_by_default_none_is_allowed() -> 
     sums, count = fedppl.Sums(starts=1), len(of_sums("a").message["points"])
     assert count > 2
     assert not admitted(in_memory(OPEN, "a"), of_sums("a"), sums)
-    guard = in_memory(dataclasses.replace(OPEN, points=2 * count), "a")
+    guard = in_memory(opened(points=2 * count), "a")
     assert [admitted(guard, of_sums(run), sums) for run in "abc"] == [True, True, False]
     assert guard.read().points == 2 * count
-    guard = in_memory(dataclasses.replace(OPEN, points=count - 1), "a")
+    guard = in_memory(opened(points=count - 1), "a")
     assert not admitted(guard, of_sums("a"), sums) and admitted(guard, of_sums("b", far=1), sums)
     assert guard.read().points == count - 1  # the one that is left out is not counted
 
 
 def test_points_that_are_too_far_have_no_value_in_the_sum() -> None:
-    sums, guard = fedppl.Sums(starts=1), in_memory(dataclasses.replace(OPEN, points=10**6), "a")
+    sums, guard = fedppl.Sums(starts=1), in_memory(opened(points=10**6), "a")
     found = admit(guard, sums, CLIENT, of_sums("a", far=2))
     assert found is not None
     lost = sums.update_client(CLIENT, None, found.message, np.random.default_rng(0)).reply["values_lost"]
@@ -375,7 +510,7 @@ def test_a_share_of_the_prior_is_one(share: Any) -> None:
 def test_an_algorithm_that_does_not_say_where_it_asks_needs_a_policy_that_does_not_look() -> None:
     silent = fedppl.EP()._replace(disclosure=Disclosure())
     assert not admitted(in_memory(OPEN, "a"), ask(), silent)
-    open_ended = Policy(rows=0, few_rows=0, parameters_per_row=math.inf, distance=math.inf, cavity=math.inf)
+    open_ended = opened(distance=math.inf, cavity=math.inf)
     assert admitted(in_memory(open_ended, "a"), ask(), silent)
 
 
@@ -383,7 +518,7 @@ def test_an_algorithm_that_does_not_say_where_it_asks_needs_a_policy_that_does_n
 def test_with_a_total_epsilon_only_known_costs_are_answered(kind: str) -> None:
     private = fedppl.PrivateEP(clip=1.0, noise_multiplier=5.0, releases=99)
     algorithm = private if kind == "PrivateEP" else fedppl.EP()
-    guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, epsilon=3.0), "a")
+    guard = in_memory(opened(epsilon=3.0), "a")
     state = algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0))
     message = algorithm.broadcast(state, "clinic 3")
     count = sum(admitted(guard, ask()._replace(run=str(i), message=message), algorithm) for i in range(40))
@@ -392,16 +527,16 @@ def test_with_a_total_epsilon_only_known_costs_are_answered(kind: str) -> None:
 
 
 def test_a_declaration_that_is_not_listed_is_refused_by_name() -> None:
-    rules = Policy(rows=0, few_rows=0, parameters_per_row=math.inf, declarations=("beef",))
+    rules = opened(declarations=("beef",))
     assert CLIENT.declaration in str(policy.refuse_declaration(rules, lambda: CLIENT.declaration))
     assert not admitted(in_memory(rules, "a"), ask())
-    listed = Policy(rows=0, few_rows=0, parameters_per_row=math.inf, declarations=(CLIENT.declaration,))
+    listed = opened(declarations=(CLIENT.declaration,))
     assert admitted(in_memory(listed, "a"), ask())
 
 
 def test_a_person_approves_runs_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "runs.txt"
-    guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, approval=path), "a")
+    guard = in_memory(opened(approval=path), "a")
     assert not admitted(guard, ask())
     path.write_text("other\nr\n")
     assert admitted(guard, ask())
@@ -416,7 +551,7 @@ def test_a_function_sees_a_release_before_it_leaves() -> None:
         seen.append(release)
         return release.round == 1
 
-    guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, approval=approve), "a")
+    guard = in_memory(opened(approval=approve), "a")
     reply = Reply("clinic 3", 7, LAYOUT.fingerprint, {"mean": np.ones(2)}, {"ess": 3.0})
     assert released(guard, None, ask(1), reply)
     assert not released(guard, None, ask(2), reply)
@@ -430,10 +565,10 @@ def test_an_approval_that_fails_is_none(tmp_path: Path) -> None:
     def approve(release: policy.Release) -> bool:
         raise ZeroDivisionError
 
-    guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, approval=approve), "a")
+    guard = in_memory(opened(approval=approve), "a")
     reply = Reply("clinic 3", 7, LAYOUT.fingerprint, {"mean": np.ones(2)}, {"ess": 3.0})
     assert not released(guard, None, ask(1), reply)
-    guard = in_memory(Policy(rows=0, few_rows=0, parameters_per_row=math.inf, approval=tmp_path), "a")  # a folder
+    guard = in_memory(opened(approval=tmp_path), "a")  # a folder
     assert not admitted(guard, ask())
 
 
@@ -461,7 +596,7 @@ def test_honest_runs_meet_no_limit_on_where_they_ask(name: str) -> None:
 def test_an_honest_run_fits_into_the_default() -> None:
     """As many rows as it wants, and no more requests than it allows."""
     model, clients = problems.logistic(rows=Policy().rows)
-    engine = fedppl.InProcess(policy=Policy())
+    engine = fedppl.InProcess(policy=SINGLE)
     fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1, engine=engine)
     assert fit.status.ok and len(fit.records) <= Policy().requests
     assert not any(record.failures for record in fit.records)
@@ -473,7 +608,7 @@ def test_a_fit_by_sums_goes_as_far_as_the_points_that_its_sites_allow(caplog: py
     model, clients = problems.regression()
     fits = {}
     for points in (0, 10**6):
-        engine = fedppl.InProcess(policy=dataclasses.replace(OPEN, points=points))
+        engine = fedppl.InProcess(policy=opened(points=points))
         fits[points] = fedppl.fit(model, clients, fedppl.Sums(), engine=engine, progressbar=False, random_seed=1)
     refused, allowed = fits.values()
     assert not refused.status.ok and all(set(record.failures) == set(clients) for record in refused.records)
@@ -496,7 +631,7 @@ def test_a_prior_that_is_off_by_several_sds_is_left() -> None:
 
 def test_in_one_process_a_client_below_the_rules_ends_the_fit_before_it_begins(caplog: Any) -> None:
     with pytest.raises(DeclarationError, match="'clinic 0' does not take part"):
-        fedppl.fit(MODEL, CLIENTS, fedppl.EP(), engine=fedppl.InProcess(policy=Policy()), progressbar=False)
+        fedppl.fit(MODEL, CLIENTS, fedppl.EP(), engine=fedppl.InProcess(policy=SINGLE), progressbar=False)
     assert "rows: 5, at least 250 wanted" in caplog.text
     with pytest.raises(DeclarationError, match="policy='strict' must be"):
         fedppl.InProcess(policy="strict")
@@ -535,7 +670,7 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_every_request_stands_in_the_log_and_refusals_sound_alike(tmp_path: Path) -> None:
-    site = site_of(tmp_path, Policy(rows=0, few_rows=0, parameters_per_row=math.inf, requests=2))
+    site = site_of(tmp_path, opened(requests=2))
     assert not refused(sent(site, ask(1)))
     told = {sent(site, request).reason for request in (ask(1, point=[1, 0, 0]), ask(2, point=FAR))}
     assert not refused(sent(site, ask(3)))
@@ -561,7 +696,7 @@ def test_every_request_stands_in_the_log_and_refusals_sound_alike(tmp_path: Path
 
 
 def test_limits_outlive_the_process_and_other_names_of_the_client(tmp_path: Path) -> None:
-    rules = Policy(rows=0, few_rows=0, parameters_per_row=math.inf, requests=3)
+    rules = opened(requests=3)
     for i in range(3):
         assert not refused(sent(site_of(tmp_path, rules)._replace(token=f"process {i}"), ask(1, f"run {i}")))
     assert refused(sent(site_of(tmp_path, rules)._replace(token="last"), ask(1, "run 3")))
@@ -586,7 +721,7 @@ def test_the_same_request_again_gets_the_same_answer_and_costs_nothing(tmp_path:
 
 def test_a_server_that_asks_without_end_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_account, "_ALL_OF", 4)
-    site = site_of(tmp_path, Policy(rows=0, few_rows=0, parameters_per_row=math.inf, requests=1))
+    site = site_of(tmp_path, opened(requests=1))
     assert not refused(sent(site, ask(1)))
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert all(refused(sent(site, ask(1, f"made up {i}"))) for i in range(20))
@@ -648,7 +783,7 @@ def test_an_account_is_counted_again_from_its_log(tmp_path: Path, capsys: pytest
 
 
 def test_a_refusal_is_said_in_pythons_log_and_names_its_site(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    site = site_of(tmp_path, Policy(rows=0, parameters_per_row=math.inf, approval=tmp_path / "runs"))
+    site = site_of(tmp_path, opened(few_rows=3, approval=tmp_path / "runs"))
     unnamed = site._replace(client_id=lambda config: "")
     assert refused(sent(unnamed, ask(1)))
     assert "approval: nobody has approved run 'r'" in caplog.text
@@ -745,7 +880,7 @@ def test_parallel_requests_are_let_through_one_by_one(tmp_path: Path) -> None:
 def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
     """Three releases with little noise, and an app with much noise gets nothing more."""
     total = (privacy.epsilon(1.5, 2) + privacy.epsilon(1.5, 3)) / 2
-    rules = Policy(rows=0, few_rows=0, parameters_per_row=math.inf, requests=math.inf, epsilon=total)
+    rules = opened(epsilon=total)
     loud, quiet = (fedppl.PrivateEP(clip=1.0, noise_multiplier=z, releases=500) for z in (1.5, 8.0))
     message = loud.broadcast(loud.init(LAYOUT, ("clinic 3",), np.random.default_rng(0)), "clinic 3")
     first = [sent(site_of(tmp_path, rules, loud), ask(1, f"a{i}")._replace(message=message)) for i in range(3)]
@@ -839,9 +974,7 @@ def test_a_message_that_is_none_is_refused(tmp_path: Path, message: Any) -> None
 
 def test_an_introduction_tells_one_bit_of_the_data(tmp_path: Path) -> None:
     told = set()
-    for i, rules in enumerate(
-        (Policy(), Policy(rows=0, few_rows=0, parameters_per_row=1e-3), Policy(rows=15, events=0))
-    ):
+    for i, rules in enumerate((SINGLE, opened(parameters_per_row=1e-3), opened(rows=15))):
         folder = tmp_path / str(i)
         folder.mkdir()
         told.add(_node.introduce(site_of(folder, rules), {}, file_memory(folder), {})[1]["error"])
@@ -882,7 +1015,7 @@ def labelled(X: Any, y: Any) -> pm.Model:
 @pytest.mark.parametrize("builder", [quoting, named_by_a_row, labelled])
 def test_no_word_of_a_builder_leaves_a_site(tmp_path: Path, builder: Any) -> None:
     told = []
-    for rules in (OPEN, Policy(rows=15)):
+    for rules in (OPEN, Policy(sums="optional", rows=15)):
         folder = tmp_path / str(rules.rows)
         folder.mkdir()
         model = FederatedModel(builder, ["mu"])
@@ -895,7 +1028,7 @@ def test_no_word_of_a_builder_leaves_a_site(tmp_path: Path, builder: Any) -> Non
 
 def test_introductions_are_counted(tmp_path: Path) -> None:
     """By what is declared, before it is built; the first costs nothing, and the same again neither."""
-    rules = Policy(rows=0, parameters_per_row=math.inf, events=0, requests=3)
+    rules = opened(few_rows=3, requests=3)
     limits = (1.0, 1.0, 2.0, 3.0, 2.0, 50.0, 60.0)
     told, counts = [], []
     for number, limit in enumerate(limits):
@@ -910,7 +1043,7 @@ def test_introductions_are_counted(tmp_path: Path) -> None:
 
 def test_under_a_total_epsilon_there_is_one_declaration(tmp_path: Path) -> None:
     """Whether a second can be built is a bit that no noise hides, so that it is not tried, whatever the rows."""
-    rules = Policy(rows=0, parameters_per_row=math.inf, events=0, few_rows=0, epsilon=3.0)
+    rules = opened(epsilon=3.0)
     algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=5.0, releases=3)
     told = []
     for number, limit in enumerate((50.0, 1.0, 60.0, 50.0)):  # the second cannot be built on these rows
@@ -965,7 +1098,7 @@ def test_data_that_differ_by_few_rows_are_not_answered_about(tmp_path: Path, cas
     assert refused(sent(site, ask(1, "second"))) is not allowed
     rules = {str(line["refused"]).partition(":")[0] for line in log_of(tmp_path) if line.get("refused")}
     assert rules == (set() if allowed else {"changed_rows"})
-    open_to_all = site_of(tmp_path, dataclasses.replace(OPEN, changed_rows=1), data=data)
+    open_to_all = site_of(tmp_path, opened(changed_rows=1), data=data)
     assert not refused(sent(open_to_all, ask(1, "third")))
 
 
@@ -1038,7 +1171,11 @@ def test_conclusions_tell_nothing_of_a_uniform_likelihood(tmp_path: Path, asked:
         raise ValueError("nor is this of use")
 
     site = site_of(
-        tmp_path, Policy(rows=20), algorithm._replace(result=algorithm.result._replace(draw=draw)), model, data
+        tmp_path,
+        Policy(sums="optional", rows=20),
+        algorithm._replace(result=algorithm.result._replace(draw=draw)),
+        model,
+        data,
     )
     widths = np.log(np.linspace(2.0, 6.0, 100))
     runs = ["r"] * 100 if asked == "one run" else [f"run {i}" for i in range(100)]

@@ -707,12 +707,12 @@ def test_data_go_to_the_sites() -> None:
 
 def test_an_app_without_a_folder_needs_a_policy_without_rules() -> None:
     model, clients = normal_means(1)
-    for policy in (None, fedppl.Policy(rows=1)):
+    for policy in (None, fedppl.Policy(sums="optional", rows=1)):
         with pytest.raises(DeclarationError, match="folder=None.*NO_RULES"):
             site_app(model, clients, policy=policy)
     with pytest.raises(DeclarationError, match="policy=3 must be a fedppl.Policy, the path"):
         site_app(model, clients, policy=3)
-    nowhere = site_app(model, clients, policy=fedppl.Policy(rows=1), folder=lambda config: None)
+    nowhere = site_app(model, clients, policy=fedppl.Policy(sums="optional", rows=1), folder=lambda config: None)
     with pytest.raises(DeclarationError, match="'client 0' was refused: LocalFailure: the reason is in the site's own"):
         fit(FakeGrid({1: node(nowhere, 1, **{"client-id": "client 0"})}), model, 1)
 
@@ -722,10 +722,10 @@ def test_an_app_without_a_folder_needs_a_policy_without_rules() -> None:
 def test_a_site_keeps_to_its_policy(given: str, tmp_path: Path) -> None:
     """Twenty rows at one client, five at the other, which does not take part; the server is told one thing."""
     path = tmp_path / "policy.toml"
-    path.write_text("rows = 10")
+    path.write_text('sums = "optional"\nrows = 10')
     rng = np.random.default_rng(0)
     model, clients = normal_means(1)[0], {"large": {"y": rng.normal(size=20)}, "small": {"y": rng.normal(size=5)}}
-    policy = {"policy": fedppl.Policy(rows=10), "path": path, "function": lambda config: path}[given]
+    policy = {"policy": fedppl.Policy(sums="optional", rows=10), "path": path, "function": lambda config: path}[given]
     nodes = nodes_of(model, clients, policy=policy, folder=lambda config: tmp_path / config["client-id"])
     with pytest.raises(DeclarationError, match="'small' was refused.*does not take part under the policy of its site"):
         fit(FakeGrid(nodes), model, 2)

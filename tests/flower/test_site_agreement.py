@@ -35,7 +35,7 @@ from tests.support import problems
 from tests.support.fake_grid import FakeGrid, Node, node
 
 RNG = np.random.default_rng(5)
-OPEN = Policy(rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=200, agreement=5)
+OPEN = Policy(sums="optional", rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=200, agreement=5)
 MODEL = fedppl.formula("y ~ age + arm + (1 | site)")
 
 
@@ -241,9 +241,9 @@ def test_a_column_is_told_once(tmp_path: Path) -> None:
 def test_the_larger_of_two_rules_holds(tmp_path: Path) -> None:
     data = sites()
     strict = {
-        "north": Policy(rows=0, few_rows=0, agreement=45),
-        "south": Policy(rows=0, few_rows=0, agreement=math.inf),
-        "west": Policy(epsilon=1.0),
+        "north": Policy(sums="optional", rows=0, few_rows=0, agreement=45),
+        "south": Policy(sums="optional", rows=0, few_rows=0, agreement=math.inf),
+        "west": Policy(sums="optional", epsilon=1.0),
     }
     grid = FakeGrid({**nodes_of(data, tmp_path, policies=strict)})
     with pytest.raises(DataError, match="no client can send a summary of column 'age'"):
@@ -265,9 +265,12 @@ def unprintable() -> dict[str, Any]:
 
 
 REFUSING: dict[str, tuple[Any, Policy]] = {
-    "asked enough": (lambda: sites()["north"], Policy(rows=0, few_rows=0, requests=1)),
-    "not approved": (lambda: sites()["north"], Policy(rows=0, few_rows=0, approval=lambda release: False)),
-    "not in the file": (lambda: sites()["north"], Policy(rows=0, few_rows=0, approval="runs.txt")),
+    "asked enough": (lambda: sites()["north"], Policy(sums="optional", rows=0, few_rows=0, requests=1)),
+    "not approved": (
+        lambda: sites()["north"],
+        Policy(sums="optional", rows=0, few_rows=0, approval=lambda release: False),
+    ),
+    "not in the file": (lambda: sites()["north"], Policy(sums="optional", rows=0, few_rows=0, approval="runs.txt")),
     "values are missing": (incomplete, OPEN),
     "levels that cannot be written": (unprintable, OPEN),
 }
@@ -289,7 +292,7 @@ def test_refusals_are_the_same_words(case: str, tmp_path: Path) -> None:
 
 def test_an_approval_is_shown_what_leaves(tmp_path: Path) -> None:
     shown: list[Any] = []
-    rules = Policy(rows=0, few_rows=0, agreement=5, approval=lambda release: not shown.append(release))
+    rules = Policy(sums="optional", rows=0, few_rows=0, agreement=5, approval=lambda release: not shown.append(release))
     agree(FakeGrid(nodes_of({"north": sites()["north"]}, tmp_path, policies={"north": rules})), clients=1)
     (release,) = shown
     assert release.run == named(MODEL) and set(release.arrays) == {"age", "arm", "y", "arm[drug]", "arm[none]"}
@@ -362,7 +365,7 @@ def test_rare_outcomes_are_no_outcome_of_their_own(tmp_path: Path) -> None:
 def test_a_site_that_will_take_no_part_tells_nothing(tmp_path: Path) -> None:
     """Its rows are fewer than its policy wants: the same bit as its introduction."""
     data = sites()
-    grid = FakeGrid(nodes_of(data, tmp_path, policies={"north": Policy(rows=41)}))
+    grid = FakeGrid(nodes_of(data, tmp_path, policies={"north": Policy(sums="optional", rows=41)}))
     agree(grid)
     assert {name: one["age"][0] > 0 for name, one in told(grid).items()} == {
         "north": False,
@@ -459,7 +462,7 @@ def test_agreements_are_counted_and_refused_in_the_same_words(tmp_path: Path) ->
     said = set()
     for place in range(5):
         try:
-            taken(tmp_path, agreement(age=Column((), (), 60.0, 0.1 + place)), Policy(requests=3))
+            taken(tmp_path, agreement(age=Column((), (), 60.0, 0.1 + place)), Policy(sums="optional", requests=3))
         except DeclarationError as error:
             said.add(str(error))
     assert len(said) == 1
@@ -479,7 +482,7 @@ def test_few_agreements_that_do_not_go_with_the_rows_are_looked_at(tmp_path: Pat
 
 
 def test_under_an_epsilon_no_row_decides(tmp_path: Path) -> None:
-    rules = Policy(rows=0, few_rows=0, epsilon=1.0)
+    rules = Policy(sums="optional", rows=0, few_rows=0, epsilon=1.0)
     others = agreement(arm=Column(("drug", "none", "other"), (0.5, 0.4, 0.1), 0.0, 1.0))._replace(others=True)
     for place, rows in enumerate((DATA["north"], {**DATA["north"], "age": DATA["north"]["age"] + 1e9})):
         folder = tmp_path / str(place)

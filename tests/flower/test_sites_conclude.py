@@ -18,7 +18,14 @@ from fedppl.testing import normal_means
 from tests.support.fake_grid import FakeGrid, engine_of, node
 
 OPEN = Policy(
-    rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf, distance=math.inf, points=2**20
+    sums="optional",
+    rows=0,
+    few_rows=0,
+    parameters_per_row=math.inf,
+    events=0,
+    requests=math.inf,
+    distance=math.inf,
+    points=2**20,
 )
 PLAIN = fedppl.EP(tolerance=1e-3)
 

@@ -50,7 +50,7 @@ class Place:
     def __init__(self, root: Path) -> None:
         self.root = root
         (root / "warm_site.py").write_text(SITE)
-        (root / "policy.toml").write_text("rows = 5\nrequests = 1000\n")
+        (root / "policy.toml").write_text('sums = "optional"\nrows = 5\nrequests = 1000\n')
         self.data = {name.replace(" ", ""): one["y"] for name, one in normal_means(2)[1].items()}
         for name, y in self.data.items():
             np.savez(root / f"{name}.npz", y=y)  # a mapping that reads late, and cannot be pickled
@@ -293,13 +293,13 @@ def test_it_reads_changed_data_and_is_replaced_where_the_app_changes(place: Plac
 def test_another_policy_holds_at_once_and_the_worker_goes_on(place: Place) -> None:
     own = place.root / "rules" / "own.toml"  # not among the app's sources
     own.parent.mkdir()
-    own.write_text("rows = 5\n")
+    own.write_text('sums = "optional"\nrows = 5\n')
     config = {**place.config("client0", "one"), "policy": str(own)}
     app = fedppl.Flower.warm_app("warm_site:app", folder=config["folder"], idle=60.0)
     (message,) = (m for m in _hello(place, app, config))
     first = _listener(config)
     assert "error" not in from_content(app(message, node(app, 1, **config).context).content)[1]
-    own.write_text("rows = 1000\n")
+    own.write_text('sums = "optional"\nrows = 1000\n')
     assert "policy of its site" in from_content(app(message, node(app, 1, **config).context).content)[1]["error"]
     assert _listener(config) == first
 

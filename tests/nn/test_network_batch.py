@@ -34,7 +34,7 @@ from fedppl.nn.view import network_of  # noqa: E402
 BODY, HEAD = ("0.weight", "0.bias"), ("2.weight", "2.bias")
 ALL = (*BODY, *HEAD)
 ROWS = (20, 7, 31, 30, 1, 20, 12)  # batches of 8: different numbers of them, and different last ones
-OPEN = fedppl.Policy(rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf)
+OPEN = fedppl.Policy(sums="optional", rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf)
 STEPS = Training(0.01, 3, 8)
 WHOLE = (("all", 2),)
 

@@ -76,7 +76,7 @@ def serve(names: dict[str, Any], places: dict[str, dict[str, str]]) -> None:
 
 def place(folder: Path, name: str) -> dict[str, str]:
     """A site's node config, and its policy."""
-    (folder / f"{name}.toml").write_text("requests = 60\n")
+    (folder / f"{name}.toml").write_text('sums = "optional"\nrequests = 60\n')
     places = {"data": f"{name}.csv", "policy": f"{name}.toml", "folder": name}
     return {key: str(folder / path) for key, path in places.items()}
 
@@ -102,7 +102,7 @@ def test_an_app_whose_sums_are_secure(tmp_path: Path, capsys: pytest.CaptureFixt
     identity, *rosters = [words[3:] for words in commands if words]
     lines = {}
     for name, config in places.items():
-        (tmp_path / f"{name}.toml").write_text("requests = 60\npoints = 5000\n")
+        (tmp_path / f"{name}.toml").write_text("requests = 60\n")
         np.savetxt(config["data"], rng.normal(2.0, 1.0, 300))
         at = {"/var/lib/fedppl/secure": config["secure"], "north": name}
         assert fedppl_site.main([at.get(word, word) for word in identity]) == 0
@@ -304,7 +304,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
             found.shell(inline("ssh-keygen"), "etc", site)
             _until_it_listens(lambda site=site: found.shell(inline("flwr supernode register"), "etc", site))
             np.savetxt(tmp_path / "srv" / f"{site}.csv", rng.normal(2.0, 1.0, 300))
-            (tmp_path / "etc" / f"{site}-policy.toml").write_text("requests = 60\n")
+            (tmp_path / "etc" / f"{site}-policy.toml").write_text('sums = "optional"\nrequests = 60\n')
             start(site, [*services(found, site)["flower-supernode"], "--port", str(found.port + place)])
         yield found
     finally:

@@ -137,7 +137,9 @@ def test_of_a_sum_that_fails_each_client_is_asked_alone(caplog: pytest.LogCaptur
         {"participation": 2},
         {
             "engine": fedppl.InProcess(
-                policy=fedppl.Policy(rows=0, few_rows=0, parameters_per_row=math.inf, events=0, points=10**6)
+                policy=fedppl.Policy(
+                    sums="optional", rows=0, few_rows=0, parameters_per_row=math.inf, events=0, points=10**6
+                )
             )
         },
     ],

@@ -17,5 +17,5 @@ app = fedppl.Flower.client_app(
     load_data=lambda config: load_csv(place(config)["data"]),
     client_id=lambda config: str(place(config).get("client-id", "")),  # at a site the name that its key has
     folder=lambda config: place(config)["folder"],
-    policy=lambda config: place(config).get("policy"),  # without one, the default
+    policy=lambda config: place(config).get("policy"),  # without one, the default, which wants sums under masks
 )
