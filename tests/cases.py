@@ -258,7 +258,11 @@ CASES: dict[str, Case] = {
         "one_shot.ConsensusMonteCarlo", {"draws": 100}, regression, rounds=1, ending=posterior({"draws": 400})
     ),
     "HM1": Case(
-        "HM1", {"tolerance": 1e-12}, trends, ledger=("factors.linear", "factors.precision", "has_replied"), ending=Ending(Ends.COUPLED)
+        "HM1",
+        {"tolerance": 1e-12},
+        trends,
+        ledger=("factors.linear", "factors.precision", "has_replied"),
+        ending=Ending(Ends.COUPLED),
     ),
     "HM1(low rank)": Case(
         "HM1",
