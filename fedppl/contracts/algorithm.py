@@ -82,7 +82,7 @@ class Report(NamedTuple):
     mild: bool = False  # whether a message beside "converged" is a remark rather than a caveat
 
 
-def first_ending(rows: Sequence[tuple[object, Status, M]]) -> tuple[Status, M]:
+def first_ending(*rows: tuple[object, Status, M]) -> tuple[Status, M]:
     """Status and message of the first row, of condition, status and message, whose condition holds."""
     return next((status, message) for holds, status, message in rows if holds)
 

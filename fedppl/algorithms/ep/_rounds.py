@@ -148,12 +148,10 @@ def newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Messag
         state = state._replace(starts=starts, sites=sites, warm_start=following) if several else state
     left = 0 if starts is None else len(starts.left) + 1
     status, message = first_ending(
-        (
-            (following is not None, Status.RUNNING, f"{left} warm starts are left"),
-            (several or after.arrived, Status.RUNNING, ""),  # moments are matched next
-            (over, Status.STALLED, why),
-            (True, Status.RUNNING, why),
-        )
+        (following is not None, Status.RUNNING, f"{left} warm starts are left"),
+        (several or after.arrived, Status.RUNNING, ""),  # moments are matched next
+        (over, Status.STALLED, why),
+        (True, Status.RUNNING, why),
     )
     return Outcome(state, outcome.info, status, _joined(message, named(state, trust)))
 
@@ -330,14 +328,13 @@ def judge(
     error, progress, remark = float(np.sqrt(state.clients.noise.sum())), "", ""
     if (quiet or averaged) and error <= tol.MOST_ERROR_LEFT and not held:
         remark = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
-        skewed = _skewed(
-            state, max(tol.SKEWED_MARGIN, tol.NOISE_SDS * np.sqrt(6.0) * min(mc_error, tol.MOST_ERROR_LEFT))
-        )
+        by_noise = tol.NOISE_SDS * np.sqrt(6.0) * min(mc_error, tol.MOST_ERROR_LEFT)
+        skewed = _skewed(state, max(tol.SKEWED_MARGIN, by_noise))
         remark = _joined(remark, far_off(state), skewed, _uncoupled(state))
     elif noisy and after.steps.averaging and np.all(moves.replies):
         progress = _noisy(state, drift, limit, error)
     else:
-        done = f"{int(has_replied.sum())} of {len(has_replied)}"
+        done = f"{has_replied.sum()} of {len(has_replied)}"
         sweep = "the last sweep" if swept else f"a sweep of which {done} clients are done"
         progress = f"{sweep} moved the posterior by {sweep_change:.2g} of its sds (tolerance {tolerance:g})"
         if sweep_change >= tolerance or not held:  # else no number of rounds helps
@@ -351,13 +348,11 @@ def judge(
     said = "" if after.starts is None else after.starts.said
     why = "" if progress else refused(after, trust)
     status, message = first_ending(
-        (
-            (progress, Status.RUNNING, _joined(progress, named(state, trust, bounded))),
-            (after.look != Look.DONE, Status.RUNNING, "clients have not looked for other modes yet: raise rounds="),
-            (said, Status.STALLED, said),
-            (why, Status.STALLED, _joined(why, remark)),
-            (True, Status.CONVERGED, remark),
-        )
+        (progress, Status.RUNNING, _joined(progress, named(state, trust, bounded))),
+        (after.look != Look.DONE, Status.RUNNING, "clients have not looked for other modes yet: raise rounds="),
+        (said, Status.STALLED, said),
+        (why, Status.STALLED, _joined(why, remark)),
+        (True, Status.CONVERGED, remark),
     )
     return outcome._replace(state=after, status=status, message=message)
 

@@ -347,24 +347,19 @@ def _reported(state: SumsState, info: SumsInfo, message: str | None, stuck: str 
     """The state and the report of a round, with the status that it has by how far the phases are."""
     phase = state.phase
     ending = first_ending(
-        (
-            (stuck, Status.STALLED, stuck),  # no search arrives, or they find several modes
-            (state.void >= tol.VOID_ROUNDS, Status.STALLED, message),
-            (state.void or not isinstance(phase, Weighed), Status.RUNNING, message),
-            (isinstance(phase, Weighed) and phase.trusted, Status.CONVERGED, message),
-            (True, Status.STALLED, message),  # more points would not do
-        )
+        (stuck, Status.STALLED, stuck),  # no search arrives, or they find several modes
+        (state.void >= tol.VOID_ROUNDS, Status.STALLED, message),
+        (state.void or not isinstance(phase, Weighed), Status.RUNNING, message),
+        (isinstance(phase, Weighed) and phase.trusted, Status.CONVERGED, message),
+        (True, Status.STALLED, message),  # more points would not do
     )
     return state, Report(info, *ending)
 
 
 def _points_of(clients: int, points: int) -> int:
     """So many, or fewer where clients are many."""
-    return (
-        points
-        if clients <= tol.MANY_CLIENTS
-        else min(points, int(np.clip(tol.VALUES_OF_MANY / clients, tol.FEWEST_OF_MANY, tol.POINTS_OF_MANY)))
-    )
+    few = int(np.clip(tol.VALUES_OF_MANY / clients, tol.FEWEST_OF_MANY, tol.POINTS_OF_MANY))
+    return points if clients <= tol.MANY_CLIENTS else min(points, few)
 
 
 def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> tuple[SumsState, Report]:
@@ -379,15 +374,12 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
         phase, _of_sums(sums, "values"), integrated, constants, float(sums["improper"]) < tol.NO_CLIENT
     )
     if taken is None:
-        again = _weigh.with_more_integrated(phase)
-        return _reported(
-            state._replace(phase=again), _info(again), f"integrals over clients' own variables vary: {more}"
-        )
+        again, message = _weigh.with_more_integrated(phase), f"integrals over clients' own variables vary: {more}"
+        return _reported(state._replace(phase=again), _info(again), message)
     few = _points_of(count, points)
     each = max(tol.FEWEST_POINTS, few // tol.EVERYWHERE) if phase.rule == Rule.EVERYWHERE else few
-    following, problems = _weigh.next_stage(
-        *taken, each, state.stream, f"fedppl.Sums(points={tol.MORE_POINTS * points})"
-    )
+    remedy = f"fedppl.Sums(points={tol.MORE_POINTS * points})"
+    following, problems = _weigh.next_stage(*taken, each, state.stream, remedy)
     if isinstance(following, Weighing):
         problems = f"the weights are not trusted yet: {more}"
     elif not following.trusted:

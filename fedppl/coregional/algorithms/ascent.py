@@ -191,9 +191,9 @@ class AscentState(NamedTuple):
     @property
     def sent(self) -> Globals:
         """Shared parameters that units are sent: the present ones, or a proposal."""
-        path = self.phase.path if isinstance(self.phase, Climbing) else None
-        trial = path.cycle.trial if isinstance(path, ending.Rest) else None
-        return self.shared if trial is None else trial
+        if isinstance(self.phase, Climbing) and isinstance(self.phase.path, ending.Rest):
+            return self.phase.path.cycle.trial or self.shared
+        return self.shared
 
     @property
     def joint(self) -> Array:
@@ -281,8 +281,8 @@ def _update_server(
     sums = _unpacked(received.sums())
     slope = sums.pop("kernel_gradient") / share
     totals = {name: (1 - rate) * climb.totals[name] + rate * value / share for name, value in sums.items()}
-    state, climb = state._replace(has_replied=has_replied), climb._replace(stochastic=climb.stochastic + noisy)
-    return _raise_bound(state, climb, totals, slope, settings, spread, noisy=noisy)
+    state = state._replace(has_replied=has_replied, phase=climb._replace(stochastic=climb.stochastic + noisy))
+    return _raise_bound(state, totals, slope, settings, spread, noisy=noisy)
 
 
 def _unpacked(sums: Message) -> dict[str, Array]:
@@ -306,22 +306,16 @@ def _collect(
         message = "not all units have replied yet; raise rounds="
         return state, Report(ending.info(state.bound, state.shared, np.nan), message=message)
     slope = totals.pop("kernel_gradient")
-    climb = Climbing(totals, np.zeros((2, len(state.roles.kernel))))
-    return _raise_bound(state, climb, totals, slope, settings, spread, noisy=True)
+    state = state._replace(phase=Climbing(totals, np.zeros((2, len(state.roles.kernel)))))
+    return _raise_bound(state, totals, slope, settings, spread, noisy=True)
 
 
 def _raise_bound(
-    state: AscentState,
-    climb: Climbing,
-    totals: Mapping[str, Array],
-    slope: Array,
-    settings: Settings,
-    spread: float,
-    *,
-    noisy: bool,
+    state: AscentState, totals: Mapping[str, Array], slope: Array, settings: Settings, spread: float, *, noisy: bool
 ) -> tuple[AscentState, Report]:
+    assert isinstance(state.phase, Climbing)
+    climb = state.phase._replace(age=state.phase.age + 1)
     role, before, sent, path = state.roles, climb.bound, state.sent, climb.path
-    climb = climb._replace(age=climb.age + 1)
     if noisy and isinstance(path, ending.Rest):  # gains are too uncertain for the end's steps
         rest, path = path, ending.Trail()
         if rest.cycle.trial is not None:

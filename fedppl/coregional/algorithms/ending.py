@@ -120,15 +120,13 @@ def report(bound: float, shared: Globals, change: float, left: Left, *, arrived:
     undecided, none = _undecided(shared.inclusion), shared.inclusion.max(initial=0.0) <= 0.5
     each = ", ".join(f"{place} (inclusion probability {shared.inclusion[place]:.2g})" for place in undecided)
     status, message = first_ending(
-        (
-            (arrived and none, Status.CONVERGED, f"no latent function is selected: {_NOTHING}"),
-            (arrived and undecided, Status.CONVERGED, f"the data do not decide on latent functions {each}"),
-            (arrived, Status.CONVERGED, ""),
-            (noisy, Status.RUNNING, "sums of some units or rows are noisy, so that what is left is not known"),
-            (not np.isfinite(left.nats), Status.RUNNING, "what is left is not known yet"),
-            (left.ratio >= 1.0 - 1.0 / _HORIZON, Status.RUNNING, "what a round gains does not shrink yet"),
-            (True, Status.RUNNING, f"about {left.nats:.2g} nats are left"),
-        )
+        (arrived and none, Status.CONVERGED, f"no latent function is selected: {_NOTHING}"),
+        (arrived and undecided, Status.CONVERGED, f"the data do not decide on latent functions {each}"),
+        (arrived, Status.CONVERGED, ""),
+        (noisy, Status.RUNNING, "sums of some units or rows are noisy, so that what is left is not known"),
+        (not np.isfinite(left.nats), Status.RUNNING, "what is left is not known yet"),
+        (left.ratio >= 1.0 - 1.0 / _HORIZON, Status.RUNNING, "what a round gains does not shrink yet"),
+        (True, Status.RUNNING, f"about {left.nats:.2g} nats are left"),
     )
     if not arrived:
         # In the end phase kernels stay for some rounds, whether they have converged or not.
