@@ -328,9 +328,8 @@ def judge(
     error, progress, remark = float(np.sqrt(state.clients.noise.sum())), "", ""
     if (quiet or averaged) and error <= tol.MOST_ERROR_LEFT and not held:
         remark = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
-        by_noise = tol.NOISE_SDS * np.sqrt(6.0) * min(mc_error, tol.MOST_ERROR_LEFT)
-        skewed = _skewed(state, max(tol.SKEWED_MARGIN, by_noise))
-        remark = _joined(remark, far_off(state), skewed, _uncoupled(state))
+        least = max(tol.SKEWED_MARGIN, tol.NOISE_SDS * np.sqrt(6.0) * min(mc_error, tol.MOST_ERROR_LEFT))
+        remark = _joined(remark, far_off(state), _skewed(state, least), _uncoupled(state))
     elif noisy and after.steps.averaging and np.all(moves.replies):
         progress = _noisy(state, drift, limit, error)
     else:
@@ -347,14 +346,14 @@ def judge(
     after = _looking(after._replace(steps=steps))
     said = "" if after.starts is None else after.starts.said
     why = "" if progress else refused(after, trust)
-    status, message = first_ending(
+    ending = first_ending(
         (progress, Status.RUNNING, _joined(progress, named(state, trust, bounded))),
         (after.look != Look.DONE, Status.RUNNING, "clients have not looked for other modes yet: raise rounds="),
         (said, Status.STALLED, said),
         (why, Status.STALLED, _joined(why, remark)),
         (True, Status.CONVERGED, remark),
     )
-    return outcome._replace(state=after, status=status, message=message)
+    return Outcome(after, outcome.info, *ending)
 
 
 def _next_damping(
