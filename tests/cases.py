@@ -258,13 +258,17 @@ CASES: dict[str, Case] = {
         "one_shot.ConsensusMonteCarlo", {"draws": 100}, regression, rounds=1, ending=posterior({"draws": 400})
     ),
     "HM1": Case(
-        "HM1", {"tolerance": 1e-12}, trends, ledger=("linear", "precision", "has_replied"), ending=Ending(Ends.COUPLED)
+        "HM1",
+        {"tolerance": 1e-12},
+        trends,
+        ledger=("factors.linear", "factors.precision", "has_replied"),
+        ending=Ending(Ends.COUPLED),
     ),
     "HM1(low rank)": Case(
         "HM1",
         {"structure": fedppl.covariance.low_rank(1), "tolerance": 1e-12},
         trends,
-        ledger=("linear", "precision", "has_replied"),
+        ledger=("factors.linear", "factors.precision", "has_replied"),
     ),
     "HM1Gradient": Case("HM1Gradient", {"learning_rate": 1e-3, "steps": 5}, trends, ledger=("theta",)),
     "HM1Gradient(proximal)": Case(

@@ -19,6 +19,7 @@ from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
 S = TypeVar("S")
 P = TypeVar("P")
+M = TypeVar("M", str, str | None)
 Details = Mapping[str, tuple[tuple[str, ...], Array]]
 
 
@@ -79,6 +80,11 @@ class Report(NamedTuple):
     status: Status = Status.RUNNING
     message: str | None = None  # the setting to change, should the run end here; None leaves the message before
     mild: bool = False  # whether a message beside "converged" is a remark rather than a caveat
+
+
+def first_ending(*rows: tuple[object, Status, M]) -> tuple[Status, M]:
+    """Status and message of the first row, of condition, status and message, whose condition holds."""
+    return next((status, message) for holds, status, message in rows if holds)
 
 
 BroadcastFn = Callable[[S, str], Message]  # the message to one client

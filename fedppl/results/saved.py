@@ -28,7 +28,7 @@ from fedppl.types import Array, DataError, DeclarationError, Layout
 
 logger = logging.getLogger(__name__)
 
-_GROUP, _STATE, _FORMAT = "fedppl", "state", 9
+_GROUP, _STATE, _FORMAT = "fedppl", "state", 10
 _FIELDS = ("state", "client_ids", "records", "status", "message", "seed", "seconds")
 _INCLUDED = {  # keyword to the note in the file
     None: "no: of clients it has what they sent alone",

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from fedppl.storage import codec as _codec
 from fedppl.types import DataError, DeclarationError
 
-FORMAT = 16
+FORMAT = 17
 MOST = 2**34  # bytes of a file
 _KIND = b"fedppl checkpoint "
 _MAGIC = _KIND + b"%d\n" % FORMAT

@@ -92,7 +92,7 @@ def test_the_moment_counts_the_covariances_between_clients() -> None:
     mean, joint = exact(data, some_omega(), 0.7)
     state = fit(data, fedppl.HM1(structure=fixed(some_omega()))).state
     traces = np.einsum("kili->kl", joint.reshape(K, D, K, D))
-    found = _coupled.posterior(state.linear, state.precision, state.omega)
+    found = _coupled.posterior(*state.factors, state.omega)
     assert_allclose(found.moment, (traces + mean @ mean.T) / D, rtol=1e-6)
 
 
@@ -112,15 +112,15 @@ def test_em_ends_where_the_marginal_likelihood_is_stationary(structure: Covarian
     """EM's fixed point: no small change within the structure gives the data a higher density."""
     data, _ = clients(8, rows=30)
     state = fit(data, fedppl.HM1(structure=structure)).state
-    omega, _ = _coupled.estimate(state.linear, state.precision, state.omega, structure, tolerance=1e-10, limit=20000)
+    omega, _ = _coupled.estimate(*state.factors, state.omega, structure, tolerance=1e-10, limit=20000)
 
     def log_density(matrix: Any) -> float:
         """log ∫ N(Θ; 0, Ω ⊗ I) Π exp(r'θ − ½ θ'Hθ) dΘ."""
         prior = np.kron(np.linalg.inv(matrix), np.eye(D))
         joint = prior.copy()
         for k in range(8):
-            joint[k * D : (k + 1) * D, k * D : (k + 1) * D] += state.precision[k]
-        r = state.linear.ravel()
+            joint[k * D : (k + 1) * D, k * D : (k + 1) * D] += state.factors.precision[k]
+        r = state.factors.linear.ravel()
         return float(
             0.5 * (np.linalg.slogdet(prior)[1] - np.linalg.slogdet(joint)[1]) + 0.5 * r @ np.linalg.solve(joint, r)
         )
@@ -279,7 +279,7 @@ def test_a_silent_client_keeps_its_factor_and_the_others_go_on() -> None:
     steps = list(fedppl.rounds(declared(noise_sd=0.7), data, algorithm, participation=2, rounds=12, random_seed=3))
     for before, after in zip(steps, steps[1:], strict=False):
         silent = [before.state.where[k] for k in data if k not in after.record.asked]
-        assert_array_equal(before.state.linear[silent], after.state.linear[silent])
+        assert_array_equal(before.state.factors.linear[silent], after.state.factors.linear[silent])
     assert steps[-1].state.has_replied.all()
     mean, joint = exact(data, some_omega(), 0.7)
     assert_allclose(steps[-1].state.mean, mean, atol=1e-6 * np.sqrt(joint.max()))

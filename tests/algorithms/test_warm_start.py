@@ -149,7 +149,7 @@ def test_a_search_that_is_interrupted_after_every_round_goes_on_as_if_it_were_no
         whole.append(step)
         if step.info.phase == "EP":
             break
-    assert len(whole) > 4 and whole[2].state.warm_start.chosen
+    assert len(whole) > 4 and whole[2].state.warm_start.trial.chosen
     for expected in whole:
         step = next(steps(checkpoint=tmp_path / "run"))
         assert step.number == expected.number

@@ -18,7 +18,8 @@ from scipy.stats import norm
 import fedppl
 from fedppl import gaussian
 from fedppl.contracts import AnyAlgorithm, sum_replies
-from fedppl.coregional.algorithms.ending import Left, report
+from fedppl.coregional.algorithms.ascent import AscentState, Climbing, Collecting
+from fedppl.coregional.algorithms.ending import Left, Rest, report
 from fedppl.coregional.bound import (
     Design,
     Globals,
@@ -274,6 +275,12 @@ def phases(states: list[Any]) -> list[tuple[Any, list[tuple[int, Any]]]]:
     return [(np.full(LATENTS, np.inf), running[:WARMUP]), (ROLES().log_odds, running[WARMUP:])]
 
 
+def rest_of(state: AscentState) -> Rest | None:
+    """Its end phase, once it is in it."""
+    path = state.phase.path if isinstance(state.phase, Climbing) else None
+    return path if isinstance(path, Rest) else None
+
+
 @pytest.mark.parametrize("seed", [0, 6, 19])
 @pytest.mark.slow
 def test_no_round_lowers_the_bound_while_the_kernels_are_fixed(seed: int) -> None:
@@ -284,11 +291,13 @@ def test_no_round_lowers_the_bound_while_the_kernels_are_fixed(seed: int) -> Non
     for log_odds, states in phases(played.states):
         path: list[float] = []
         for number, state in states:
-            rest, before = played.states[number - 1].rest, played.states[number - 1].shared
-            if path and (rest is None or rest.trial is None):  # else units answer a trial, which may be taken back
+            rest, before = rest_of(played.states[number - 1]), played.states[number - 1].shared
+            if path and (
+                rest is None or rest.cycle.trial is None
+            ):  # else units answer a trial, which may be taken back
                 own = list(played.personal[number].values())
                 path.append(total_bound(views, before, own, log_odds) + prior.log_density(before.log_slab_sd))
-            value = bound_of_sums(state.totals, state.shared, log_odds)
+            value = bound_of_sums(state.phase.totals, state.shared, log_odds)
             path.append(value + prior.log_density(state.shared.log_slab_sd))
         assert path[-1] > path[0]
         assert np.min(np.diff(path)) > -1e-9
@@ -438,7 +447,7 @@ def test_the_federated_ascent_is_the_central_one(kernel_rate: float) -> None:
     clients = problems.coregional()[1]
     played = play(fedppl.curves.Ascent(kernel_rate=kernel_rate, warmup=WARMUP, initial_kernel="prior"), clients, 30)
     central = Central(clients, list(played.personal[1].values()), np.full(LATENTS, np.log(0.3)))
-    states = list(itertools.takewhile(lambda state: state.rest is None, played.states[1:]))
+    states = list(itertools.takewhile(lambda state: rest_of(state) is None, played.states[1:]))
     assert len(states) > WARMUP + 5
     for number, state in enumerate(states, start=1):
         if number > 1:
@@ -447,7 +456,9 @@ def test_the_federated_ascent_is_the_central_one(kernel_rate: float) -> None:
         central.shared_step(select=select)
         expected = central.bound(select=select)
         central.adam(slope, kernel_rate)
-        found = bound_of_sums(state.totals, state.shared, ROLES().log_odds if select else np.full(LATENTS, np.inf))
+        found = bound_of_sums(
+            state.phase.totals, state.shared, ROLES().log_odds if select else np.full(LATENTS, np.inf)
+        )
         assert_allclose(found, expected, rtol=0, atol=1e-6, err_msg=str(number))
         assert_allclose(state.shared.kernel, central.kernel, atol=1e-6)
     assert_allclose(state.shared.inclusion, central.gamma, atol=1e-6)
@@ -475,7 +486,7 @@ def test_batches_end_near_the_ascent_on_all_rows() -> None:
 
 def assert_finite(fit: fedppl.Fit) -> None:
     """The fit, and predictions of every unit inside the grid and out of it."""
-    for value in (*fit.state.shared, *fit.state.totals.values()):
+    for value in (*fit.state.shared, *fit.state.phase.totals.values()):
         assert np.all(np.isfinite(value))
     for client_id in fit.clients:
         found = fedppl.curves.predict(fit, client_id, {"X": np.array([-3.0, 0.2, 0.9, 5.0])})
@@ -503,7 +514,7 @@ def test_a_late_joiner_counts_in_full_from_its_first_reply() -> None:
     assert [("unit 1" in record.infos) for record in fit.records[:7]] == [False] * 5 + [True] * 2
     assert fit.records[5].infos["unit 1"]["blank"] == 1.0
     assert all("blank" not in info for record in fit.records[6:] for info in record.infos.values())
-    assert_allclose(fit.state.totals["units"], 3.0)
+    assert_allclose(fit.state.phase.totals["units"], 3.0)
     together = fitted(problems.coregional()[1], 40, algorithm)
     assert fit.state.bound > together.state.bound - 1.0
 
@@ -516,11 +527,11 @@ def test_one_unit_a_round_finds_more_than_one_curve(seed: int) -> None:
     starts: list[set[str]] = []
     for step in fedppl.rounds(problems.coregional()[0], clients, algorithm, participation=1, random_seed=seed):
         starts.append(set(step.record.infos))
-        if step.number > 1 and not step.state.collecting:
+        if step.number > 1 and not isinstance(step.state.phase, Collecting):
             break
         assert np.all(step.state.shared.mean == 0)
     assert set.union(*starts[1:]) == set(clients)
-    assert_allclose(step.state.totals["units"], len(clients))
+    assert_allclose(step.state.phase.totals["units"], len(clients))
     assert np.linalg.matrix_rank(step.state.shared.mean, tol=1e-3) > 1
 
 
@@ -531,7 +542,7 @@ def test_some_units_a_round_end_near_the_ascent_with_all() -> None:
     together = fitted(clients, 60, random_seed=2)
     assert_finite(some)
     # Of the round in which two were all that had been heard, little is left.
-    assert_allclose(some.state.totals["units"], 3.0, rtol=1e-4)
+    assert_allclose(some.state.phase.totals["units"], 3.0, rtol=1e-4)
     views = views_of(clients)
     ours, theirs = (total_bound(views, one.state.shared, None, ROLES().log_odds) for one in (some, together))
     assert abs(ours - theirs) < 3
@@ -555,9 +566,9 @@ def test_the_bound_of_those_heard_is_scaled_to_all() -> None:
     before = sum_replies({"a": reply, "b": reply})
     del before["kernel_gradient"]
     before["precision"] = gaussian.unpack_triangle(before["precision"])
-    one, _ = updated(algorithm, state._replace(totals=before), {"a": reply})
-    for key, value in one.totals.items():
-        assert_allclose(value, both.totals[key], rtol=1e-9, err_msg=key)
+    one, _ = updated(algorithm, state._replace(phase=state.phase._replace(totals=before)), {"a": reply})
+    for key, value in one.phase.totals.items():
+        assert_allclose(value, both.phase.totals[key], rtol=1e-9, err_msg=key)
     assert_allclose(one.bound, both.bound, rtol=1e-9)
 
 
@@ -572,7 +583,7 @@ def test_a_unit_that_fails_in_some_rounds_is_skipped_in_those() -> None:
     fit = fitted(problems.coregional()[1], 30, algorithm._replace(update_client=update_client))
     assert [record.number for record in fit.records if record.failures] == [1, 2, 5, 6]
     assert_finite(fit)
-    assert_allclose(fit.state.totals["units"], 3.0)
+    assert_allclose(fit.state.phase.totals["units"], 3.0)
 
 
 def test_lost_personal_state_is_found_again_from_the_curves() -> None:

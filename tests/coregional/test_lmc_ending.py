@@ -178,7 +178,7 @@ def test_of_a_gain_like_a_power_what_is_left_is_not_hidden(power: float) -> None
 def test_noisy_sums_say_nothing_of_what_is_left() -> None:
     model, algorithm = fitted("one").declaration, curves.PointAscent(batch_size=10)
     fit = fedppl.fit(model, case("1").data, algorithm, rounds=4, progressbar=False, random_seed=1)
-    assert np.isnan(fit.records[-1].info["remaining"]) and fit.state.trail == Trail()
+    assert np.isnan(fit.records[-1].info["remaining"]) and fit.state.phase.path == Trail()
     assert np.isnan(left_after(Trail()).nats)
 
 

@@ -198,3 +198,26 @@ def test_the_page_for_contributors_has_these_layers() -> None:
     rows = page.partition("lowest layer first")[2].partition("\n\n")[0].splitlines()[2:]
     named = [set(re.findall(r"`(\w+)`", row.split("|")[1])) for row in rows]
     assert named == [set(layer) for layer in reversed(LAYERS[1:])]
+
+
+def test_no_state_has_more_than_eight_fields() -> None:
+    """Of what an algorithm knows: a state, and the named tuples of algorithms' modules that its fields hold."""
+    fields = {
+        node.name: {
+            ast.unparse(each.target): ast.unparse(each.annotation)
+            for each in node.body
+            if isinstance(each, ast.AnnAssign)
+        }
+        for module in modules()
+        if ".algorithms." in module
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases)
+    }
+    held = {name: set(re.findall(r"\w+", " ".join(of.values()))) & set(fields) for name, of in fields.items()}
+    states, waiting = set(), [name for name in fields if name.endswith("State")]
+    while waiting:
+        if (name := waiting.pop()) not in states:
+            states.add(name)
+            waiting.extend(held[name])
+    assert {"EPState", "WarmStart", "Search", "Weighed", "Climbing", "Rest"} <= states
+    assert {name: list(fields[name]) for name in states if len(fields[name]) > 8} == {}

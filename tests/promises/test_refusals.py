@@ -119,9 +119,9 @@ def test_after_a_step_an_expansion_beyond_measure_says_that_the_step_was_too_lon
     assert not step.failures
     assert_same_state(step.state.sites, before.sites)
     search = step.state.warm_start
-    assert search.chosen
+    assert search.trial.chosen
     assert_array_equal(search.anchor, before.warm_start.anchor)
-    share = search.move / before.warm_start.move
+    share = search.trial.move / before.warm_start.trial.move
     assert np.allclose(share, share[0]) and np.any(np.isclose(share[0], LENGTHS))
     assert steps[-1].status is fedppl.Status.CONVERGED
     expected, q = undisturbed(), steps[-1].state.sites.q

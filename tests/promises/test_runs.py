@@ -33,9 +33,15 @@ from tests.support.states import arrays, assert_ledger_holds, assert_near, asser
 
 SEED = 7
 # Not known yet, and no number until it is.
-UNKNOWN = {"state.change", "state.warm_start.change", "state.steps.change", "state.omega.remainder", "state.bound"}
+UNKNOWN = {
+    "state.change",
+    "state.warm_start.trial.change",
+    "state.steps.change",
+    "state.omega.remainder",
+    "state.bound",
+}
 UNKNOWN |= {f"state.phase.{name}" for name in ("search.change",)}
-UNKNOWN |= {f"state.phase.{name}" for name in ("newton.change", "batch.log_surrogate")}
+UNKNOWN |= {f"state.phase.{name}" for name in ("newton.trial.change", "batch.log_surrogate")}
 UNKNOWN |= {"state.last_change", "state.steps.last_change", "said.1['last_change']", "said.1['last_change'].1"}
 UNKNOWN |= {"said.1['pull']", "said.1['pull'].1"}  # of a client without whom q is not proper
 UNKNOWN |= {"state.roles.log_odds"}  # infinite by declaration where no function is left out

@@ -19,6 +19,7 @@ from fedppl.algorithms.ep._trust import Bounded, Moves
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.algorithms.ep.warm_start import Starts, WarmStart, pulls_alone, why_not_arrived
 from fedppl.contracts import Report
+from fedppl.contracts.algorithm import first_ending
 from fedppl.results import diagnostics
 from fedppl.structure import Structure
 from fedppl.types import Array, Message, Status, as_declared
@@ -119,45 +120,40 @@ def _joined(*messages: str | None) -> str:
 
 def newton_round(state: EPState, before: WarmStart, replies: Mapping[str, Message], trust: float | None) -> Outcome:
     """One round of the warm start; on arrival sites and q stay, and matching of moments begins."""
-    sites, after, bounded = state.sites, before._replace(spent=before.spent + 1.0), None
-    if state.starts is not None and not state.starts.asked_for and 0 < len(replies) < len(sites.where):
+    sites, starts, bounded = state.sites, state.starts, None
+    if starts is not None and not starts.asked_for and 0 < len(replies) < len(sites.where):
         # With few clients a round, further searches by default would take too many rounds.
-        if state.starts.modes:
-            ended, sites, _ = _warm_start.next_search(state.starts._replace(left=state.starts.left[:0]), sites, None)
-            info = EPInfo("warm start", before.change, log_posterior=before.objective)
+        if starts.modes:
+            ended, sites, _ = _warm_start.next_search(starts._replace(left=starts.left[:0]), sites, None)
+            info = EPInfo("warm start", before.trial.change, log_posterior=before.objective)
             return Outcome(state._replace(sites=sites, starts=ended, warm_start=None), info)
-        state = state._replace(starts=None)
+        starts = None
     if replies:
         sites, after, bounded = _warm_start.step(sites, before, replies, trust)
-    over = not after.arrived and after.spent >= tol.SEARCH_BUDGET
-    further = state.starts is not None and bool(state.starts.modes)  # not the first search
-    message = "" if after.arrived or further else why_not_arrived(sites, after)
+    else:
+        after = before._replace(heard=before.heard._replace(spent=before.heard.spent + 1.0))
+    over = not after.arrived and after.heard.spent >= tol.SEARCH_BUDGET
+    first = starts is None or not starts.modes  # search of several
+    why = why_not_arrived(sites, after) if first and not after.arrived else ""
     if bounded is not None and not after.arrived and np.all(np.isnan(bounded.pull)):
-        message = _joined(pulls_alone(sites, before.point), message)
-    outcome = Outcome(
-        state._replace(sites=sites, warm_start=None if after.arrived else after),
-        EPInfo("warm start", after.change, log_posterior=after.objective),
-        Status.STALLED if over else Status.RUNNING,
-        message,
-    )
+        why = _joined(pulls_alone(sites, before.trial.point), why)
+    info = EPInfo("warm start", after.trial.change, log_posterior=after.objective)
+    outcome = Outcome(state._replace(sites=sites, starts=starts, warm_start=None if after.arrived else after), info)
     outcome = hold_back(outcome, _sites.indices(sites, replies), bounded, trust, 1.0)
-    return with_names(_searched(outcome, after), trust)
-
-
-def _searched(outcome: Outcome, search: WarmStart) -> Outcome:
-    """After a search, where there are several: the next one, or the mode with the most mass."""
-    starts = outcome.state.starts
-    if starts is None or (not search.arrived and outcome.status is Status.RUNNING):
-        return outcome
-    if not starts.asked_for and not search.arrived and not starts.modes:
-        return outcome  # the message says why the first search has not arrived
-    mode = _warm_start.arrived_at(outcome.state.sites, search) if search.arrived else None
-    after, sites, following = _warm_start.next_search(starts, outcome.state.sites, mode)
-    if following is None and not after.modes:
-        return outcome
-    message = "" if following is None else f"{len(after.left) + 1} warm starts are left"
-    state = outcome.state._replace(starts=after, sites=sites, warm_start=following)
-    return outcome._replace(state=state, status=Status.RUNNING, message=message)
+    state, following, several = outcome.state, None, False
+    if starts is not None and (after.arrived or (over and (starts.asked_for or not first))):
+        mode = _warm_start.arrived_at(sites, after) if after.arrived else None
+        starts, sites, following = _warm_start.next_search(starts, sites, mode)
+        several = following is not None or bool(starts.modes)
+        state = state._replace(starts=starts, sites=sites, warm_start=following) if several else state
+    left = 0 if starts is None else len(starts.left) + 1
+    status, message = first_ending(
+        (following is not None, Status.RUNNING, f"{left} warm starts are left"),
+        (several or after.arrived, Status.RUNNING, ""),  # moments are matched next
+        (over, Status.STALLED, why),
+        (True, Status.RUNNING, why),
+    )
+    return Outcome(state, outcome.info, status, _joined(message, named(state, trust)))
 
 
 # Matching of moments: steps are halved until all is proper, then bounded by trust, and judged -------------------------
@@ -229,9 +225,9 @@ def damped_step(
     delta, moved, bounded = _backtracked(state, rows, d_linear, d_packed, largest, trust)
     if moved is None:
         outcome = Outcome(state, EPInfo("EP", damping=0.0, mc_error=mc_error, skewness=skewed))
-        outcome = hold_back(outcome, [], bounded, trust, 0.0)
-        message = _no_step(outcome.state, rows, d_packed, noisy=mc_error > tolerance)
-        return with_names(outcome._replace(message=message), trust)
+        state, info, *_ = hold_back(outcome, [], bounded, trust, 0.0)
+        message = _joined(_no_step(state, rows, d_packed, noisy=mc_error > tolerance), named(state, trust))
+        return Outcome(_looking(state), info, message=message)
     sd, new_sd = gaussian.standard_deviations(q), gaussian.standard_deviations(moved.q)
     heading = np.concatenate([(gaussian.mean(moved.q) - gaussian.mean(q)) / sd, np.log(new_sd / sd)]) / delta
     turned = bool(heading @ state.steps.heading <= 0)
@@ -254,7 +250,7 @@ def damped_step(
         clients=state.clients._replace(errors=errors, noise=noise, moves=moves),
     )
     outcome = hold_back(Outcome(state, info), rows, bounded, trust, delta)
-    return with_names(judge(outcome, rows, turned, fresh, tolerance, largest), trust, bounded)
+    return judge(outcome, rows, turned, fresh, tolerance, largest, trust, bounded)
 
 
 def _backtracked(
@@ -298,7 +294,16 @@ def shortest_step(clients: int) -> float:
     return tol.SHORTEST_STEP / clients
 
 
-def judge(outcome: Outcome, rows: list[int], turned: bool, fresh: float, tolerance: float, largest: float) -> Outcome:
+def judge(
+    outcome: Outcome,
+    rows: list[int],
+    turned: bool,
+    fresh: float,
+    tolerance: float,
+    largest: float,
+    trust: float | None = None,
+    bounded: Bounded | None = None,
+) -> Outcome:
     """Set the next damping, and decide whether q has converged.
 
     The change has `turned` where it opposes that of the round before; `fresh` is the error of this round's replies.
@@ -320,28 +325,35 @@ def judge(outcome: Outcome, rows: list[int], turned: bool, fresh: float, toleran
     # One small change of a noisy sweep may be luck: with Monte Carlo error, rounds are averaged before it counts.
     quiet = swept and not noisy and sweep_change < tolerance
     averaged = swept and noisy and seen and np.abs(drift).max() < limit
-    error, status = float(np.sqrt(state.clients.noise.sum())), Status.RUNNING
+    error, progress, remark = float(np.sqrt(state.clients.noise.sum())), "", ""
     if (quiet or averaged) and error <= tol.MOST_ERROR_LEFT and not held:
-        status = Status.CONVERGED
-        message = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
-        skewed = _skewed(
-            state, max(tol.SKEWED_MARGIN, tol.NOISE_SDS * np.sqrt(6.0) * min(mc_error, tol.MOST_ERROR_LEFT))
-        )
-        message = _joined(message, far_off(state), skewed, _uncoupled(state))
+        remark = "" if quiet else f"to Monte Carlo error, {mc_error:.2g} sd a round before averaging; {LESS_NOISE}"
+        least = max(tol.SKEWED_MARGIN, tol.NOISE_SDS * np.sqrt(6.0) * min(mc_error, tol.MOST_ERROR_LEFT))
+        remark = _joined(remark, far_off(state), _skewed(state, least), _uncoupled(state))
     elif noisy and after.steps.averaging and np.all(moves.replies):
-        message = _noisy(state, drift, limit, error)
+        progress = _noisy(state, drift, limit, error)
     else:
-        done = f"{int(has_replied.sum())} of {len(has_replied)}"
+        done = f"{has_replied.sum()} of {len(has_replied)}"
         sweep = "the last sweep" if swept else f"a sweep of which {done} clients are done"
-        message = f"{sweep} moved the posterior by {sweep_change:.2g} of its sds (tolerance {tolerance:g})"
+        progress = f"{sweep} moved the posterior by {sweep_change:.2g} of its sds (tolerance {tolerance:g})"
         if sweep_change >= tolerance or not held:  # else no number of rounds helps
-            message = f"{message}; raise rounds={f', or {LESS_NOISE}' if noisy else ''}"
+            progress = f"{progress}; raise rounds={f', or {LESS_NOISE}' if noisy else ''}"
     steps = after.steps._replace(
         change=change,
         has_replied=np.zeros_like(has_replied) if swept else has_replied,
         sweep_change=0.0 if swept else sweep_change,
     )
-    return outcome._replace(state=after._replace(steps=steps), status=status, message=message)
+    after = _looking(after._replace(steps=steps))
+    said = "" if after.starts is None else after.starts.said
+    why = "" if progress else refused(after, trust)
+    ending = first_ending(
+        (progress, Status.RUNNING, _joined(progress, named(state, trust, bounded))),
+        (after.look != Look.DONE, Status.RUNNING, "clients have not looked for other modes yet: raise rounds="),
+        (said, Status.STALLED, said),
+        (why, Status.STALLED, _joined(why, remark)),
+        (True, Status.CONVERGED, remark),
+    )
+    return Outcome(after, outcome.info, *ending)
 
 
 def _next_damping(
@@ -486,22 +498,21 @@ def hold_back(outcome: Outcome, rows: list[int], bounded: Bounded | None, trust:
     )
 
 
-def with_names(outcome: Outcome, trust: float | None, bounded: Bounded | None = None) -> Outcome:
-    """The message with the clients that are held back or, while the run goes on, nearly so, and where they pull."""
+def named(state: EPState, trust: float | None, bounded: Bounded | None = None) -> str:
+    """The clients that are held back or, while the run goes on, nearly so, and where they pull."""
     if trust is None:
-        return outcome
-    sites, pull = outcome.state.sites, outcome.state.clients.pull
-    rows, what = np.flatnonzero(outcome.state.clients.held), "held back, since what the others know does not allow it"
-    if bounded is not None and not len(rows) and outcome.status is not Status.CONVERGED:
+        return ""
+    sites, pull = state.sites, state.clients.pull
+    rows, what = np.flatnonzero(state.clients.held), "held back, since what the others know does not allow it"
+    if bounded is not None and not len(rows):
         rows, what = np.flatnonzero(bounded.near), "nearly held back"
     if not len(rows):
-        return outcome
+        return ""
     names = list(sites.where)
     rows = rows[np.argsort(-np.abs(pull[rows]).max(axis=1), kind="stable")]
     shown = [f"{names[k]} ({_where_it_pulls(pull[k], sites.labels)})" for k in rows[:5]]
     more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
-    who = f"{what}: {', '.join(shown)}{more}; look at their data, or raise trust={trust:g}"
-    return outcome._replace(message=_joined(outcome.message, who))
+    return f"{what}: {', '.join(shown)}{more}; look at their data, or raise trust={trust:g}"
 
 
 def _where_it_pulls(pull: Array, labels: Sequence[str]) -> str:
@@ -515,26 +526,17 @@ def _where_it_pulls(pull: Array, labels: Sequence[str]) -> str:
 # After matching: what q cannot be -------------------------------------------------------------------------------------
 
 
-def look_for_modes(before: EPState, outcome: Outcome, replies: Mapping[str, Message]) -> Outcome:
+def _looking(state: EPState) -> EPState:
     """Have all clients of a sweep look for other modes of their own variables, near the end; nothing ends before it."""
-    state, look = outcome.state, before.look
-    if replies and not np.any(state.steps.has_replied):  # the end of a sweep
-        look = Look.DONE if look else Look.NOW if state.steps.change < tol.LOOK_NEAR else Look.LATER
-    outcome = outcome._replace(state=state._replace(look=int(look)))
-    if outcome.status is not Status.CONVERGED or look == Look.DONE:
-        return outcome
-    return outcome._replace(status=Status.RUNNING, message="clients have not looked for other modes yet: raise rounds=")
+    if np.any(state.steps.has_replied):  # within a sweep
+        return state
+    look = Look.DONE if state.look else Look.NOW if state.steps.change < tol.LOOK_NEAR else Look.LATER
+    return state._replace(look=int(look))
 
 
-def refused(outcome: Outcome, trust: float | None) -> Outcome:
-    """Not converged, however well moments are matched, where something shows that q is not the posterior."""
-    state = outcome.state
-    if outcome.status is not Status.CONVERGED:
-        return outcome
-    if state.starts is not None and state.starts.said:
-        return outcome._replace(status=Status.STALLED, message=state.starts.said)
-    why = _too_skewed(state) or ("" if trust is not None else _pulls_unseen(state))
-    return outcome._replace(status=Status.STALLED, message=_joined(why, outcome.message)) if why else outcome
+def refused(state: EPState, trust: float | None) -> str:
+    """What shows that q is not the posterior, however well moments are matched; empty where nothing does."""
+    return _too_skewed(state) or ("" if trust is not None else _pulls_unseen(state))
 
 
 def _too_skewed(state: EPState) -> str:

@@ -214,8 +214,8 @@ def init(
 def broadcast(state: EPState, client_id: str) -> Message:
     """The point to expand at, or q and the client's cavity."""
     if state.warm_start is not None:
-        search = state.warm_start
-        return {"point": search.point, "move": search.move, "prior_share": np.array(state.prior_share)}
+        trial = state.warm_start.trial
+        return {"point": trial.point, "move": trial.move, "prior_share": np.array(state.prior_share)}
     target = pack_target(state.sites.q, _sites.cavity(state.sites, client_id), state.prior_share)
     return {**target, "look": np.array(float(state.look == Look.NOW))}
 
@@ -249,8 +249,7 @@ def _update_server(
     """A round of the warm start, or of matching moments."""
     if state.warm_start is not None:
         return _rounds.reported(_rounds.newton_round(state, state.warm_start, received.each, trust))
-    outcome = _rounds.ep_round(state, received.each, matching.tolerance, matching.damping, trust)
-    return _rounds.reported(_rounds.refused(_rounds.look_for_modes(state, outcome, received.each), trust))
+    return _rounds.reported(_rounds.ep_round(state, received.each, matching.tolerance, matching.damping, trust))
 
 
 def _shapes(state: EPState) -> dict[str, tuple[int, ...]]:
@@ -267,7 +266,7 @@ def _reject(state: EPState, reply: Message) -> str | None:
     if state.warm_start is None:
         return _sites.implausible_moments(state.sites, reply)
     # An implausible expansion after a step only shows that the step was too long.
-    stepped = bool(np.any(state.warm_start.move))
+    stepped = bool(np.any(state.warm_start.trial.move))
     return _sites.implausible_values(reply) if stepped else _sites.implausible_expansion(state.sites, reply)
 
 

@@ -17,6 +17,7 @@ from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep._rounds import EPInfo, EPState, Outcome, damped_step, shortest_step
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.contracts import ClientUpdate, ClientView, LocalInference, Received, Report, Target
+from fedppl.contracts.algorithm import first_ending
 from fedppl.gaussian import Gaussian
 from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
 from fedppl.structure import Structure
@@ -317,16 +318,17 @@ def _relative(state: PrivateEPState) -> float:
 def _judge(state: PrivateEPState, info: PrivateEPInfo, arrived: bool, mechanism: Mechanism) -> tuple[Status, str]:
     """Status and message: done when the releases are used up, converged if q has arrived as far as the noise shows."""
     spent = f"ε = {info.epsilon:.3g} at δ = {mechanism.delta:g} so far for all the data of one client"
-    change, end = max(info.change_mean, info.change_sd), Status.STALLED
-    if info.damping == 0:
-        message = "no damped step keeps q positive definite: too much noise for so few clients; lower clip="
-    elif arrived and info.noise > tol.MOST_PRIVATE_NOISE:
-        message = f"the noise, {info.noise:.2g} posterior sds, hides whether q arrived; enrol more clients"
-    elif arrived:
-        message, end = f"to the clients' noise, {info.noise:.2g} posterior sds of a mean", Status.CONVERGED
-    else:
-        message = f"the last round moved sds or means by {change:.2g} sds; raise rounds= and releases=, or clip="
-    status = Status.RUNNING if np.any(state.replies < mechanism.releases) else end
+    change = max(info.change_mean, info.change_sd)
+    few = "no damped step keeps q positive definite: too much noise for so few clients; lower clip="
+    hidden = f"the noise, {info.noise:.2g} posterior sds, hides whether q arrived; enrol more clients"
+    moved = f"the last round moved sds or means by {change:.2g} sds; raise rounds= and releases=, or clip="
+    status, message = first_ending(
+        (info.damping == 0, Status.STALLED, few),
+        (arrived and info.noise > tol.MOST_PRIVATE_NOISE, Status.STALLED, hidden),
+        (arrived, Status.CONVERGED, f"to the clients' noise, {info.noise:.2g} posterior sds of a mean"),
+        (True, Status.STALLED, moved),
+    )
+    status = Status.RUNNING if np.any(state.replies < mechanism.releases) else status
     used_up = f"every client has used up releases={mechanism.releases}: " if status is Status.STALLED else ""
     return status, f"{used_up}{message}; {spent}"
 

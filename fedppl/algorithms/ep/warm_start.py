@@ -28,23 +28,35 @@ from fedppl.results import diagnostics
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, as_declared
 
 
+class Trial(NamedTuple):
+    """The step that is being tried, and the point that it leads to."""
+
+    point: Array  # (m,) where clients expand next
+    move: Array  # (m,) from the anchor to the point, zero in the first round
+    change: float = np.inf  # the move in posterior sds
+    whole: bool = False  # whether the step is Newton's own, with all couplings: longer ones along it are compared
+    chosen: bool = False  # whether the point was the best along a step
+
+
+class Heard(NamedTuple):
+    """Clients' replies so far."""
+
+    has_replied: Array  # (K,) bool: with an expansion
+    spent: float = 0.0  # expansions a client, the budget's unit
+    pending: Mapping[str, Message] = {}  # from the point so far: the next one follows when all have answered
+    unusable: Mapping[str, str] = {}  # clients whose last expansion is unusable, and why; "" where they have none
+    reasons: Mapping[str, str] = {}  # the last reason of each client for an unusable expansion, at any point
+
+
 class WarmStart(NamedTuple):
     """State of a search."""
 
-    point: Array  # (m,) where clients expand next
-    move: Array  # (m,) the step from the anchor to the point, zero in the first round
+    trial: Trial
     anchor: Array  # (m,) where the sites were expanded
-    has_replied: Array  # (K,) bool: with an expansion
-    objective: float  # log marginal posterior at the anchor, −inf if not all clients were expanded there
-    change: float  # of the last step, in posterior sds
-    radius: float  # longest step, in prior sds of a coordinate
-    whole: bool  # whether the step is Newton's own, with all couplings: longer ones along it are compared
-    spent: float  # expansions a client, the budget's unit
-    pending: Mapping[str, Message]  # replies from the point so far: the next one follows when all have answered
-    unusable: Mapping[str, str]  # clients whose last expansion is unusable, and why; "" where they have none
-    reasons: Mapping[str, str]  # the last reason of each client for an unusable expansion, at any point
-    chosen: bool  # whether the point was the best along a step
-    arrived: bool
+    heard: Heard
+    objective: float = -np.inf  # log marginal posterior at the anchor, −inf if not all clients were expanded there
+    radius: float = tol.FIRST_RADIUS  # longest step, in prior sds of a coordinate
+    arrived: bool = False
 
 
 def start(layout: Layout, clients: int) -> WarmStart:
@@ -55,10 +67,7 @@ def start(layout: Layout, clients: int) -> WarmStart:
 
 def start_at(point: Array, middle: Array, clients: int) -> WarmStart:
     """Begin at a point; where clients have no expansion there, nearer to the middle."""
-    nobody = np.zeros(clients, dtype=bool)
-    return WarmStart(
-        point, point - middle, middle, nobody, -np.inf, np.inf, tol.FIRST_RADIUS, False, 0.0, {}, {}, {}, False, False
-    )
+    return WarmStart(Trial(point, point - middle), middle, Heard(np.zeros(clients, dtype=bool)))
 
 
 def along(point: Array, move: Array) -> Array:
@@ -134,60 +143,52 @@ def step(
     """
     if trust is not None:
         return _bounded_step(sites, state, replies, trust)
-    new = sum(client_id not in state.pending for client_id in replies)
-    has_replied = state.has_replied.copy()
+    heard, trial = state.heard, state.trial
+    new = sum(client_id not in heard.pending for client_id in replies)
+    has_replied = heard.has_replied.copy()
     has_replied[indices(sites, replies)] = True
-    pending = {**state.pending, **replies}
+    pending = {**heard.pending, **replies}
     # Repeated answers from a point count half: they cost a client as much, and bring nothing.
-    spent = state.spent + (new + tol.REPEATED * (len(replies) - new)) / len(has_replied)
-    state = state._replace(pending=pending, has_replied=has_replied, spent=spent)
+    spent = heard.spent + (new + tol.REPEATED * (len(replies) - new)) / len(has_replied)
+    heard = heard._replace(pending=pending, has_replied=has_replied, spent=spent)
     if len(pending) < len(has_replied):
         unusable = _unusable(sites, replies)
         usable = {name: reply for name, reply in replies.items() if name not in unusable}
-        return _replaced(sites, usable, state.point), state, None
+        return _replaced(sites, usable, trial.point), state._replace(heard=heard), None
     everyone = {client_id: pending[client_id] for client_id in sites.where}
-    state, x = state._replace(pending={}), state.point
     unusable = _unusable(sites, everyone)
-    state = state._replace(unusable=unusable, reasons={**state.reasons, **unusable})
-    objective = -np.inf
+    heard = heard._replace(pending={}, unusable=unusable, reasons={**heard.reasons, **unusable})
+    state, objective = state._replace(heard=heard), -np.inf
     if not unusable:
         values = np.array([float(reply["value"]) for reply in everyone.values()])
-        objective = float(values.sum() + gaussian.log_kernel(sites.prior, x))
-    if unusable and np.any(state.move) and not np.isfinite(state.objective):  # there is no anchor yet to go back to
-        move = tol.NEARER * state.move
-        return sites, state._replace(point=state.anchor + move, move=move), None
+        objective = float(values.sum() + gaussian.log_kernel(sites.prior, trial.point))
+    if unusable and np.any(trial.move) and not np.isfinite(state.objective):  # there is no anchor yet to go back to
+        move = tol.NEARER * trial.move
+        return sites, state._replace(trial=trial._replace(point=state.anchor + move, move=move)), None
     better = _better_length(sites.prior, state, everyone, objective)
-    if better == tol.LENGTHS[0] and state.chosen:
+    if better == tol.LENGTHS[0] and trial.chosen:
         # A thousandth of a thousandth of a step is still below the anchor: replies there were wrong, or are now. The
         # clients expand there again.
-        again = state._replace(point=state.anchor, move=np.zeros_like(x), objective=-np.inf, radius=tol.FIRST_RADIUS)
-        return sites, again._replace(chosen=False), None
+        again = trial._replace(point=state.anchor, move=np.zeros_like(trial.move), chosen=False)
+        return sites, state._replace(trial=again, objective=-np.inf, radius=tol.FIRST_RADIUS), None
     if better is not None:
-        move, radius = better * state.move, state.radius * min(better, 1.0)
-        point = state.anchor + move
-        return sites, state._replace(point=point, move=move, change=np.inf, radius=radius, chosen=True), None
-    tried = _replaced(sites, everyone, x)
-    move, whole, cut = newton_step(tried.q, sites.prior, x, state.radius)
+        move = better * trial.move
+        shorter = Trial(state.anchor + move, move, whole=trial.whole, chosen=True)
+        return sites, state._replace(trial=shorter, radius=state.radius * min(better, 1.0)), None
+    tried = _replaced(sites, everyone, trial.point)
+    move, whole, cut = newton_step(tried.q, sites.prior, trial.point, state.radius)
     return tried, _stepped(tried.q, state._replace(objective=objective), move, whole, cut), None
 
 
 def _stepped(q: Gaussian, state: WarmStart, move: Array, whole: bool, cut: bool) -> WarmStart:
     """The state after a step from the point at which the sites of q were expanded, and whether it has arrived."""
     change = float(np.max(np.abs(move) / gaussian.standard_deviations(q))) if gaussian.is_proper(q) else np.inf
-    return state._replace(
-        point=state.point + move,
-        move=move,
-        anchor=state.point,
-        change=change,
-        radius=min(
-            of_local.TRUST_GROWTH * state.radius, tol.WIDEST_RADIUS if whole else max(tol.FIRST_RADIUS, state.radius)
-        )
-        if cut
-        else state.radius,
-        whole=whole,
-        chosen=False,
-        arrived=whole and not cut and change < tol.ARRIVED and bool(np.all(state.has_replied)),
-    )
+    radius, anchor = state.radius, state.trial.point
+    if cut:
+        radius = min(of_local.TRUST_GROWTH * radius, tol.WIDEST_RADIUS if whole else max(tol.FIRST_RADIUS, radius))
+    arrived = whole and not cut and change < tol.ARRIVED and bool(np.all(state.heard.has_replied))
+    trial = Trial(anchor + move, move, change, whole)
+    return state._replace(trial=trial, anchor=anchor, radius=radius, arrived=arrived)
 
 
 def _unusable(sites: Sites, replies: Mapping[str, Message]) -> dict[str, str]:
@@ -206,18 +207,15 @@ def _bounded_step(
     """Add the usable expansions, draw sites in as `trust` demands, and step on from there."""
     unusable = _unusable(sites, replies)
     usable = {name: reply for name, reply in replies.items() if name not in unusable}
-    has_replied = state.has_replied.copy()
+    has_replied = state.heard.has_replied.copy()
     has_replied[indices(sites, usable)] = True
-    state = state._replace(
-        has_replied=has_replied,
-        spent=state.spent + len(replies) / len(has_replied),
-        unusable=unusable,
-        reasons={**state.reasons, **unusable},
-    )
+    spent = state.heard.spent + len(replies) / len(has_replied)
+    heard = Heard(has_replied, spent, unusable=unusable, reasons={**state.heard.reasons, **unusable})
+    state, point = state._replace(heard=heard), state.trial.point
     if not usable:
         return sites, state, None
-    bounded = _trust.bound(_replaced(sites, usable, state.point), trust)
-    move, cut = _move_within(bounded.sites.q, sites.prior, state.point)
+    bounded = _trust.bound(_replaced(sites, usable, point), trust)
+    move, cut = _move_within(bounded.sites.q, sites.prior, point)
     after = _stepped(bounded.sites.q, state, move, True, cut)
     return bounded.sites, after._replace(radius=state.radius), bounded
 
@@ -245,18 +243,19 @@ def _replaced(sites: Sites, replies: Mapping[str, Message], x: Array) -> Sites:
 
 def reach(prior: Gaussian, state: WarmStart) -> float:
     """The longest length of the last step that is compared, in units of it."""
-    if not state.whole:
+    if not state.trial.whole:
         return 1.0
-    longest = float(np.max(np.abs(state.move) / gaussian.standard_deviations(prior)))
+    longest = float(np.max(np.abs(state.trial.move) / gaussian.standard_deviations(prior)))
     return max(state.radius / max(longest, tol.ABOVE_ZERO), 1.0)
 
 
 def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Message], objective: float) -> float | None:
     """The length of the last step, in units of it, that should have been taken; None where it was right."""
-    if not np.any(state.move) or not np.isfinite(state.objective):
+    trial = state.trial
+    if not np.any(trial.move) or not np.isfinite(state.objective):
         return None
     values = np.sum([np.maximum(reply["ray"], tol.NO_VALUE) for reply in replies.values()], axis=0)
-    values = values + gaussian.log_kernel(prior, along(state.point, state.move))
+    values = values + gaussian.log_kernel(prior, along(trial.point, trial.move))
     values[tol.LENGTHS > reach(prior, state)] = -np.inf
     if not np.isfinite(objective):  # there is no expansion at the point
         values[tol.LENGTHS >= 1.0] = -np.inf
@@ -264,7 +263,7 @@ def _better_length(prior: Gaussian, state: WarmStart, replies: Mapping[str, Mess
     slack = tol.SEARCH_ROUNDING * max(1.0, abs(state.objective))
     gain = objective - state.objective
     # Values along the step are compared with each other: common errors of their approximations cancel.
-    little = state.chosen or values[best] - values[taken] <= tol.SMALL_GAIN * max(gain, 0.0) + tol.SMALL_NATS
+    little = trial.chosen or values[best] - values[taken] <= tol.SMALL_GAIN * max(gain, 0.0) + tol.SMALL_NATS
     if np.isfinite(objective) and gain >= -slack and little:
         return None
     # Where no length gains, the shortest follows.
@@ -459,10 +458,11 @@ ALL = "all clients"  # the name of the one client that stands for all in a searc
 
 def why_not_arrived(sites: Sites, state: WarmStart, search: str = "the warm start") -> str:
     """The message of a search that has not arrived: where it stands, and what helps."""
-    missing = [client_id for client_id, k in sites.where.items() if not state.has_replied[k]]
+    missing = [client_id for client_id, k in sites.where.items() if not state.heard.has_replied[k]]
     if missing:
         return f"{search} needs every client once, and clients {missing[:5]} have not answered"
-    absent = [client_id for client_id in sites.where if state.pending and client_id not in state.pending]
+    pending = state.heard.pending
+    absent = [client_id for client_id in sites.where if pending and client_id not in pending]
     waits = f"it waits for an expansion of every client at its point, and clients {absent[:5]} have sent none yet"
     return f"{search} has not reached the mode of the marginal posterior: {waits if absent else _cause(sites, state)}"
 
@@ -483,15 +483,15 @@ def pulls_alone(sites: Sites, x: Array) -> str:
 
 def _cause(sites: Sites, state: WarmStart) -> str:
     """The likeliest cause, with a remedy, where `sites` are expansions at the anchor and nothing led on from there."""
-    spread, point = gaussian.standard_deviations(sites.prior), state.anchor
+    spread, point, unusable = gaussian.standard_deviations(sites.prior), state.anchor, state.heard.unusable
     away = (point - gaussian.mean(sites.prior)) / spread
     return (
         diagnostics.hardly_a_prior(sites.labels, spread)
         or _saddle(sites, point)
-        or _collapse(sites, point, away, tol.PINNED_BEYOND if any(state.unusable.values()) else tol.PINNED)
-        or _stopped(state.unusable)
+        or _collapse(sites, point, away, tol.PINNED_BEYOND if any(unusable.values()) else tol.PINNED)
+        or _stopped(unusable)
         or _far(sites.labels, away)
-        or _stopped(state.reasons)
+        or _stopped(state.heard.reasons)
         or _convex(sites, point)
         or f"give every variable a proper prior that says what is plausible, or {_sites.WITHOUT_CURVATURE}"
     )

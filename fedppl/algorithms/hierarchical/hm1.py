@@ -28,12 +28,17 @@ class HM1State(NamedTuple):
 
     where: Mapping[str, int]  # client id to its row
     frame: Frame  # μ₀, L
-    linear: Array  # (K, m) factors' r_k
-    precision: Array  # (K, m, m) factors' H_k
+    factors: Gaussian  # r_k (K, m) and H_k (K, m, m)
     has_replied: Array  # (K,) bool
     omega: Omega
     mean: Array  # (K, m)
     covariance: Array  # (K, m, m)
+    given: Given
+
+
+class Given(NamedTuple):
+    """η_k given the others at their means."""
+
     pulls: Array  # (K, m) aggregated vectors −Σ_{i≠k} η_i Ω⁻¹_ik
     weights: Array  # (K,) Ω⁻¹_kk
 
@@ -158,22 +163,20 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, structure: Cova
     return HM1State(
         where={client_id: k for k, client_id in enumerate(clients)},
         frame=frame_of(layout),
-        linear=np.zeros((count, m)),
-        precision=np.zeros((count, m, m)),
+        factors=Gaussian(np.zeros((count, m)), np.zeros((count, m, m))),
         has_replied=np.zeros(count, dtype=bool),
         omega=omega,
         mean=np.zeros((count, m)),
         covariance=np.broadcast_to(np.eye(m), (count, m, m)).copy(),
-        pulls=np.zeros((count, m)),
         # A factor describes a likelihood best near the client's own estimate, and Ω is first estimated from such ones.
-        weights=np.full(count, tol.FIRST_WEIGHT),
+        given=Given(np.zeros((count, m)), np.full(count, tol.FIRST_WEIGHT)),
     )
 
 
 def _broadcast(state: HM1State, client_id: str) -> Message:
     """Where to start, the aggregated vector, and the weight of the prior: θ_k given the others."""
     k = state.where[client_id]
-    return {"start": state.mean[k], "pull": state.pulls[k], "weight": np.array(state.weights[k])}
+    return {"start": state.mean[k], "pull": state.given.pulls[k], "weight": np.array(state.given.weights[k])}
 
 
 def _asks(layout: Layout, message: Message) -> Asked:
@@ -220,7 +223,7 @@ def _update_server(
     """Replace the factors of the replies, estimate Ω, solve for all clients."""
     if not received.clients:
         return state, Report(HM1Info(np.nan, np.nan))
-    linear, precision, has_replied = state.linear.copy(), state.precision.copy(), state.has_replied.copy()
+    linear, precision, has_replied = (part.copy() for part in (*state.factors, state.has_replied))
     for client_id, reply in received.each.items():
         k = state.where[client_id]
         linear[k], has_replied[k] = reply["linear"], True
@@ -237,12 +240,11 @@ def _update_server(
     change = float(np.max(np.abs(coupled.mean - state.mean) / sd))
     change_omega = float(np.linalg.norm(omega.matrix - state.omega.matrix) / np.linalg.norm(omega.matrix))
     done = bool(has_replied.all()) and change < tolerance and change_omega < tolerance
-    pulls, weights = conditional_priors(omega, coupled.mean)
     message = _overfitted(omega, precision, structure)
     if not done:
         message = f"θ moved by {change:.2g} sd and Ω by {change_omega:.2g} in the last round; raise rounds="
-    mean, covariance, _ = coupled
-    after = HM1State(state.where, state.frame, linear, precision, has_replied, omega, mean, covariance, pulls, weights)
+    factors, given = Gaussian(linear, precision), conditional_priors(omega, coupled.mean)
+    after = HM1State(state.where, state.frame, factors, has_replied, omega, coupled.mean, coupled.covariance, given)
     return after, Report(HM1Info(change, change_omega), Status.CONVERGED if done else Status.RUNNING, message)
 
 
@@ -272,7 +274,7 @@ def _final_message(state: HM1State, client_id: str) -> Message:
     """θ_k's posterior, and its cavity without the client's own factor."""
     k = row_of(state.where, client_id)
     marginal = gaussian.from_moments(state.mean[k], state.covariance[k])
-    cavity = gaussian.quotient(marginal, Gaussian(state.linear[k], state.precision[k]))
+    cavity = gaussian.quotient(marginal, Gaussian(*(part[k] for part in state.factors)))
     if not gaussian.is_proper(cavity):  # rounding, where the data outweigh the prior by far
         cavity, _ = gaussian.repair(cavity, tol.REPAIRED)
     return pack_target(state.frame.colour(marginal), state.frame.colour(cavity), 0.0)
@@ -370,8 +372,8 @@ def estimate(
     return omega, coupled
 
 
-def conditional_priors(omega: Omega, mean: Array) -> tuple[Array, Array]:
-    """θ_k given the others at their means: natural linear (K, d), the aggregated vectors, and precisions (K,)."""
+def conditional_priors(omega: Omega, mean: Array) -> Given:
+    """θ_k given the others at their means (K, d)."""
     inverse = np.linalg.inv(omega.matrix)
     weights = np.diag(inverse).copy()
-    return -(inverse @ mean - weights[:, None] * mean), weights
+    return Given(-(inverse @ mean - weights[:, None] * mean), weights)

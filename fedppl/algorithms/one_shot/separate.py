@@ -122,8 +122,9 @@ def near_posterior(target: Target, local: LocalInference) -> Target:
     sites = _sites.empty(layout, (client.client_id,), structure.full(layout.size))
     search = _warm_start.start(layout, 1)
     for _ in range(tol.ALONE_STEPS):
+        point, move = search.trial.point, search.trial.move
         try:
-            reply, _ = _warm_start.expand_along(client, local, search.point, search.move, target.prior_share)
+            reply, _ = _warm_start.expand_along(client, local, point, move, target.prior_share)
         except LocalFailure:
             return target
         sites, search, _ = _warm_start.step(sites, search, {client.client_id: reply})

@@ -18,6 +18,7 @@ from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.algorithms.ep.warm_start import ALL, Mode, Starts, WarmStart, why_not_arrived
 from fedppl.contracts import Expansion
+from fedppl.gaussian import Gaussian
 from fedppl.numerics.streams import whitened_points
 from fedppl.structure import full
 from fedppl.types import Array, Layout, Message
@@ -29,12 +30,18 @@ class Search(NamedTuple):
     sites: Sites  # of one client, which is all of them
     newton: WarmStart
     starts: Starts | None
-    narrowed: float  # of the stencil's width, where values were missing
+    scan: Scan | None  # until the first of several searches has arrived
     some: float  # part of the clients that is asked
-    grown: bool  # whether fewer of them have arrived before
-    exact: bool  # whether θ is integrated
-    scanned: Array  # (N, m) points of the prior that are looked at first, for where searches begin
-    heights: Array  # (N,) log posterior there; (0,) before
+    narrowed: float = 1.0  # of the stencil's width, where values were missing
+    grown: bool = False  # whether fewer clients have arrived before
+    exact: bool = False  # whether θ is integrated
+
+
+class Scan(NamedTuple):
+    """Points of the prior that are looked at first, for where searches begin."""
+
+    points: Array  # (N, m)
+    heights: Array | None = None  # (N,) log posterior there; None before
 
 
 class Searched(NamedTuple):
@@ -50,20 +57,20 @@ def begin(layout: Layout, clients: int, starts: int, stream: int) -> Search:
     """From the prior's mean; with very many clients some of them are asked first."""
     some = 1.0 if clients <= tol.ALL_AT_FIRST * tol.FIRST_CLIENTS else tol.FIRST_CLIENTS / clients
     sites = _sites.empty(layout, (ALL,), full(layout.size))
-    others, scanned = None, np.zeros((0, layout.size))
+    others, scan = None, None
     if starts > 1:
         others = _warm_start.begin_several(layout, starts, stream, asked_for=True)
         # A part of them is further out: where other modes are, the posterior is high in their basins.
         z = whitened_points(layout.size, tol.SCANNED, stream)[: tol.SCANNED]
         reach = tol.SCANNED_REACH[np.arange(len(z)) % len(tol.SCANNED_REACH)]
-        scanned = gaussian.mean(layout.prior) + z * reach[:, None] * gaussian.standard_deviations(layout.prior)
-    return Search(sites, _warm_start.start(layout, 1), others, 1.0, some, False, False, scanned, np.zeros(0))
+        scan = Scan(gaussian.mean(layout.prior) + z * reach[:, None] * gaussian.standard_deviations(layout.prior))
+    return Search(sites, _warm_start.start(layout, 1), others, scan, some)
 
 
 def begin_at(search: Search, point: Array) -> Search:
     """From a point, with all clients and without others to begin from."""
     newton = _warm_start.start_at(point, gaussian.mean(search.sites.prior), 1)
-    return search._replace(newton=newton, starts=None, some=1.0, scanned=search.scanned[:0])
+    return search._replace(newton=newton, starts=None, scan=None, some=1.0)
 
 
 def steps(search: Search) -> Array:
@@ -88,21 +95,16 @@ def stencil(size: int) -> Array:
 
 def points(search: Search) -> Array:
     """The stencil about the point, and points along the step that led there; before all, those that are scanned."""
-    if _is_scanning(search):
-        return search.scanned
-    at, move = search.newton.point, search.newton.move
+    if search.scan is not None and search.scan.heights is None:
+        return search.scan.points
+    at, move = search.newton.trial.point, search.newton.trial.move
     about = at + stencil(len(at)) @ steps(search).T
     return np.concatenate([about, _warm_start.along(at, move)[_looked_at(search)]]) if np.any(move) else about
 
 
 def integrated(search: Search) -> NDArray[np.intp]:
     """Places of points at which θ is integrated: of many clients residuals of Laplace's approximation move the mode."""
-    return np.arange(len(points(search)) if search.exact and not _is_scanning(search) else 0)
-
-
-def _is_scanning(search: Search) -> bool:
-    """Whether the points of the prior are still to be looked at."""
-    return len(search.heights) < len(search.scanned)
+    return np.arange(len(points(search)) if search.exact else 0)
 
 
 def _looked_at(search: Search) -> Array:
@@ -115,13 +117,13 @@ def step(search: Search, values: Array, clients: float) -> Searched:
 
     They are of so many clients, by what a part of them says.
     """
-    if _is_scanning(search):
-        heights = np.nan_to_num(values + gaussian.log_kernel(search.sites.prior, search.scanned), nan=-np.inf)
-        return Searched(search._replace(heights=heights), "the prior was looked through")
-    m = len(search.newton.point)
-    count = len(stencil(m))
+    scan, trial = search.scan, search.newton.trial
+    if scan is not None and scan.heights is None:
+        heights = np.nan_to_num(values + gaussian.log_kernel(search.sites.prior, scan.points), nan=-np.inf)
+        return Searched(search._replace(scan=Scan(scan.points, heights)), "the prior was looked through")
+    count = len(stencil(len(trial.point)))
     about, ray = values[:count], np.full(len(tol.LENGTHS), tol.NO_VALUE)
-    if np.any(search.newton.move):
+    if np.any(trial.move):
         ray[_looked_at(search)] = np.where(np.isfinite(values[count:]), values[count:], tol.NO_VALUE)
     if np.isfinite(about[0]) and not np.all(np.isfinite(about)) and search.narrowed > tol.NARROWER**tol.NARROWINGS:
         return Searched(search._replace(narrowed=tol.NARROWER * search.narrowed), "values are missing nearby")
@@ -130,10 +132,10 @@ def step(search: Search, values: Array, clients: float) -> Searched:
     # Of many clients third derivatives weigh little next to second ones: from the mode of fewer so long a step is right
     # to less than an sd, and need not be looked along.
     if search.grown:
-        arrived = newton.arrived or (newton.whole and newton.change < clients**0.25)
-        newton = newton._replace(move=np.zeros_like(newton.move), anchor=newton.point, arrived=arrived)
+        arrived = newton.arrived or (newton.trial.whole and newton.trial.change < clients**0.25)
+        newton = _stayed(newton)._replace(arrived=arrived)
     after = search._replace(sites=sites, newton=newton, narrowed=1.0)
-    if not newton.arrived and newton.spent < tol.SEARCH_BUDGET and not _is_known(after):
+    if not newton.arrived and newton.heard.spent < tol.SEARCH_BUDGET and not _is_known(after):
         return Searched(after, why_not_arrived(sites, newton, "the search"))
     return _ended(after)
 
@@ -143,17 +145,17 @@ def _ended(search: Search) -> Searched:
     sites, newton, starts = search.sites, search.newton, search.starts
     if starts is not None and (newton.arrived or starts.modes):
         mode = _warm_start.arrived_at(sites, newton) if newton.arrived else None
-        if mode is not None and not starts.modes:
-            starts = starts._replace(left=_highest(search, mode, len(starts.left)))
+        if mode is not None and search.scan is not None:
+            starts = starts._replace(left=_highest(search.scan, sites.prior, mode, len(starts.left)))
         starts, sites, following = _warm_start.next_search(starts, sites, mode)
         if following is not None:
             left = f"{len(starts.left) + 1} searches are left"
-            return Searched(search._replace(sites=sites, newton=following, starts=starts), left)
+            return Searched(search._replace(sites=sites, newton=following, starts=starts, scan=None), left)
         if starts.said:
             return Searched(search._replace(sites=sites, starts=starts), stuck=starts.said)
     elif not newton.arrived:
         return Searched(search, stuck=why_not_arrived(sites, newton, "the search"))
-    after = search._replace(sites=sites, starts=None)
+    after = search._replace(sites=sites, starts=None, scan=None)
     if search.some < 1.0 and not search.exact:  # once more, with what Laplace leaves out
         return Searched(_from_here(after)._replace(exact=True), "θ is integrated")
     if search.some < 1.0:
@@ -165,16 +167,21 @@ def _ended(search: Search) -> Searched:
 
 def _from_here(search: Search) -> Search:
     """A search from the mode, with nothing said of the way there."""
-    again = begin_at(search, gaussian.mean(search.sites.q)).newton
-    return search._replace(newton=again._replace(move=np.zeros_like(again.move), anchor=again.point))
+    return search._replace(newton=_stayed(begin_at(search, gaussian.mean(search.sites.q)).newton))
 
 
-def _highest(search: Search, mode: Mode, count: int) -> Array:
+def _stayed(newton: WarmStart) -> WarmStart:
+    """The same point, without the step that led there."""
+    trial = newton.trial
+    return newton._replace(trial=trial._replace(move=np.zeros_like(trial.move)), anchor=trial.point)
+
+
+def _highest(scan: Scan, prior: Gaussian, mode: Mode, count: int) -> Array:
     """The highest of the points that were scanned, apart from a mode and from each other."""
-    away = tol.BASIN * gaussian.standard_deviations(search.sites.prior)
+    assert scan.heights is not None
+    away = tol.BASIN * gaussian.standard_deviations(prior)
     chosen: list[Array] = []
-    for place in np.argsort(-search.heights, kind="stable"):
-        point = search.scanned[place]
+    for point in scan.points[np.argsort(-scan.heights, kind="stable")]:
         near = any(np.all(np.abs(point - other) < away) for other in chosen)
         if not near and _warm_start.far_apart(point, mode.point, mode.sd):
             chosen.append(point)

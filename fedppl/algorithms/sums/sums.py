@@ -27,7 +27,7 @@ from fedppl.algorithms.sums import weigh as _weigh
 from fedppl.algorithms.sums.phases import About, Integrated, Rule, Weighed, Weighing, gaussian_of
 from fedppl.algorithms.sums.search import Search
 from fedppl.contracts import Asked, Batch, ClientUpdate, ClientView, Factor, LogEvidence, Received, Report, Summed
-from fedppl.contracts.algorithm import WithoutClient, always
+from fedppl.contracts.algorithm import WithoutClient, always, first_ending
 from fedppl.gaussian import Gaussian
 from fedppl.local import integrate
 from fedppl.local import tolerances as of_local
@@ -169,7 +169,7 @@ def _at_sites(state: SumsState, *, by_number: bool) -> SumsState:
     if not isinstance(state.phase, Search):
         return state
     search = state.phase._replace(some=1.0)
-    return state._replace(phase=search if by_number else search._replace(starts=None, scanned=search.scanned[:0]))
+    return state._replace(phase=search if by_number else search._replace(starts=None, scan=None))
 
 
 def _resume(first: SumsState, last: SumsState) -> SumsState:
@@ -190,7 +190,7 @@ def _broadcast(state: SumsState, client_id: str) -> Message:
     return {
         "points": points,
         "known": places,
-        "center": phase.newton.point if isinstance(phase, Search) else gaussian.mean(phase.about.q),
+        "center": phase.newton.trial.point if isinstance(phase, Search) else gaussian.mean(phase.about.q),
         "prior_share": np.array(state.prior_share),
         "some": np.array(phase.some if isinstance(phase, Search) else 1.0),
         "look": np.array(float(isinstance(phase, Weighing) and not state.looked)),
@@ -286,15 +286,14 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
     phase, count = state.phase, len(state.clients)
     if received.clients < count:
         void = state.void + 1
-        if void < tol.VOID_ROUNDS and isinstance(phase, Search) and np.any(phase.newton.move):
+        if void < tol.VOID_ROUNDS and isinstance(phase, Search) and np.any(phase.newton.trial.move):
             nothing = np.full(len(_search.points(phase)), np.nan)
             return _searched(state._replace(void=void), phase, nothing, pilot, None)
         message = (
             f"sums need all {count} clients, and {received.clients} answered: mend what fit.records[-1].failures says, "
             "ask all, without participation=, reporting= or a short deadline=, or use fedppl.EP(), which keeps sites"
         )
-        status = Status.STALLED if void >= tol.VOID_ROUNDS else Status.RUNNING
-        return state._replace(void=void), Report(_info(phase), status, message)
+        return _reported(state._replace(void=void), _info(phase), message)
     sums = received.sums()
     state = state._replace(void=0)
     if isinstance(phase, Search):
@@ -306,7 +305,7 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
         values[places] += integrated.residuals
         return _searched(state, phase, scale * values, pilot, stencil)
     if isinstance(phase, Weighed):  # nothing was asked for
-        return state, Report(_info(phase), Status.CONVERGED if phase.trusted else Status.STALLED)
+        return _reported(state, _info(phase), None)
     return _weighed(state, phase, sums, points)
 
 
@@ -335,24 +334,32 @@ def _searched(
 ) -> tuple[SumsState, Report]:
     """One step of a search; once it is over the next search, or the pilot, which begins with the stencil's values."""
     searched = _search.step(phase, values, len(state.clients))
-    after, info = state._replace(phase=searched.search), _info(searched.search)
-    if searched.stuck:
-        return after, Report(info, Status.STALLED, searched.stuck)
-    if not searched.arrived:
-        return after, Report(info, message=searched.message)
-    sites, count = searched.search.sites, len(state.clients)
+    info, count = _info(searched.search), len(state.clients)
+    if searched.stuck or not searched.arrived:
+        return _reported(state._replace(phase=searched.search), info, searched.message, searched.stuck)
+    sites = searched.search.sites
     about = About(sites.q, sites.prior, sites.labels, count > tol.MANY_CLIENTS)
     weighing = _weigh.begin(about, _points_of(count, pilot), state.stream, stencil)
-    return after._replace(phase=weighing), Report(info, message="nothing is weighed yet: raise rounds=")
+    return _reported(state._replace(phase=weighing), info, "nothing is weighed yet: raise rounds=")
+
+
+def _reported(state: SumsState, info: SumsInfo, message: str | None, stuck: str = "") -> tuple[SumsState, Report]:
+    """The state and the report of a round, with the status that it has by how far the phases are."""
+    phase = state.phase
+    ending = first_ending(
+        (stuck, Status.STALLED, stuck),  # no search arrives, or they find several modes
+        (state.void >= tol.VOID_ROUNDS, Status.STALLED, message),
+        (state.void or not isinstance(phase, Weighed), Status.RUNNING, message),
+        (isinstance(phase, Weighed) and phase.trusted, Status.CONVERGED, message),
+        (True, Status.STALLED, message),  # more points would not do
+    )
+    return state, Report(info, *ending)
 
 
 def _points_of(clients: int, points: int) -> int:
     """So many, or fewer where clients are many."""
-    return (
-        points
-        if clients <= tol.MANY_CLIENTS
-        else min(points, int(np.clip(tol.VALUES_OF_MANY / clients, tol.FEWEST_OF_MANY, tol.POINTS_OF_MANY)))
-    )
+    few = int(np.clip(tol.VALUES_OF_MANY / clients, tol.FEWEST_OF_MANY, tol.POINTS_OF_MANY))
+    return points if clients <= tol.MANY_CLIENTS else min(points, few)
 
 
 def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> tuple[SumsState, Report]:
@@ -367,21 +374,18 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
         phase, _of_sums(sums, "values"), integrated, constants, float(sums["improper"]) < tol.NO_CLIENT
     )
     if taken is None:
-        again = _weigh.with_more_integrated(phase)
-        varies = f"integrals over clients' own variables vary: {more}"
-        return state._replace(phase=again), Report(_info(again), message=varies)
+        again, message = _weigh.with_more_integrated(phase), f"integrals over clients' own variables vary: {more}"
+        return _reported(state._replace(phase=again), _info(again), message)
     few = _points_of(count, points)
     each = max(tol.FEWEST_POINTS, few // tol.EVERYWHERE) if phase.rule == Rule.EVERYWHERE else few
-    following, problems = _weigh.next_stage(
-        *taken, each, state.stream, f"fedppl.Sums(points={tol.MORE_POINTS * points})"
-    )
-    after, info = state._replace(phase=following), _info(following)
+    remedy = f"fedppl.Sums(points={tol.MORE_POINTS * points})"
+    following, problems = _weigh.next_stage(*taken, each, state.stream, remedy)
     if isinstance(following, Weighing):
-        return after, Report(info, message=f"the weights are not trusted yet: {more}")
-    if following.trusted:
-        return after, Report(info, Status.CONVERGED, "")
-    cause = hardly_a_prior(phase.about.labels, gaussian.standard_deviations(state.prior))
-    return after, Report(info, Status.STALLED, "; ".join(filter(None, (problems, cause))))
+        problems = f"the weights are not trusted yet: {more}"
+    elif not following.trusted:
+        cause = hardly_a_prior(phase.about.labels, gaussian.standard_deviations(state.prior))
+        problems = "; ".join(filter(None, (problems, cause)))
+    return _reported(state._replace(phase=following), _info(following), problems)
 
 
 # Results -------------------------------------------------------------------------------------------------------------

@@ -160,6 +160,24 @@ def Ascent(
 _SHORTER, _SHORTEST_STEP = 0.7, 0.01
 
 
+class Collecting(NamedTuple):
+    """Random coefficients of the units are added up, until there are curves."""
+
+    totals: Mapping[str, Array] = {}  # sums of the units' statistics; empty before the first
+
+
+class Climbing(NamedTuple):
+    """The bound is raised."""
+
+    totals: Mapping[str, Array]
+    adam: Array  # (2, p) running first and second moment of the kernels' gradient
+    age: int = 0  # rounds with replies since there are curves
+    stochastic: int = 0  # of those rounds, how many whose sums are noisy: some units, or mini-batches
+    pace: float = 1.0  # of the kernels' steps: shorter after every round that lowered the bound
+    bound: float = np.nan
+    path: ending.Trail | ending.Rest = ending.Trail()  # at rest once the bound and the kernels hardly move
+
+
 class AscentState(NamedTuple):
     """What the next round needs."""
 
@@ -168,27 +186,26 @@ class AscentState(NamedTuple):
     where: Mapping[str, int]  # client id to its row
     has_replied: NDArray[np.bool_]  # (K,) whether a unit ever sent statistics
     number: int  # rounds with replies
-    adam: Array  # (2, p) running first and second moment of the kernels' gradient
-    trail: ending.Trail = ending.Trail()
-    totals: Mapping[str, Array] = {}  # sums of the units' statistics; empty before the first
-    collecting: bool = True  # whether sums are still of the random coefficients at the start
-    age: int = 0  # of those rounds, how many since there are curves
-    stochastic: int = 0  # of those rounds, how many whose sums are noisy: some units, or mini-batches
-    pace: float = 1.0  # of the kernels' steps: shorter after every round that lowered the bound
-    bound: float = np.nan
-    rest: ending.Rest | None = None  # once the bound and the kernels are nearly at rest
+    phase: Collecting | Climbing = Collecting()
 
     @property
     def sent(self) -> Globals:
         """Shared parameters that units are sent: the present ones, or a proposal."""
-        return self.shared if self.rest is None or self.rest.trial is None else self.rest.trial
+        if isinstance(self.phase, Climbing) and isinstance(self.phase.path, ending.Rest):
+            return self.phase.path.cycle.trial or self.shared
+        return self.shared
 
     @property
     def joint(self) -> Array:
         """cov(v) (LQ, LQ)."""
-        if not self.totals:
+        if not self.phase.totals:
             return np.eye(self.roles.latents * self.roles.points)
-        return joint_covariance(self.totals, self.shared.inclusion)
+        return joint_covariance(self.phase.totals, self.shared.inclusion)
+
+    @property
+    def bound(self) -> float:
+        """The bound after the last round; NaN before there are curves."""
+        return self.phase.bound if isinstance(self.phase, Climbing) else np.nan
 
 
 def _ascent(name: str, settings: Settings, needs: Needs, *, spread: float) -> Algorithm[AscentState, UnitClientState]:
@@ -223,20 +240,20 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, settings: Setti
         where={client_id: k for k, client_id in enumerate(clients)},
         has_replied=np.zeros(len(clients), dtype=bool),
         number=0 if settings.initial_kernel == "median" else 1,
-        adam=np.zeros((2, len(role.kernel))),
     )
 
 
 def _broadcast(state: AscentState, client_id: str, *, settings: Settings) -> Message:
     """The shared parameters, or a proposal; its stage asks for kernels (0), a start (1) or statistics (2)."""
-    stage = 0.0 if state.number == 0 else 1.0 if state.collecting else 2.0
+    stage = 0.0 if state.number == 0 else 1.0 if isinstance(state.phase, Collecting) else 2.0
     packed = gaussian.pack_triangle(state.sent.covariance)
     return message_of(state.sent, covariance=packed, stage=stage, rate=_noisy_rate(state, settings))
 
 
 def _noisy_rate(state: AscentState, settings: Settings) -> float:
     """The weight of a noisy estimate in this round."""
-    return float((1.0 + state.stochastic) ** -settings.forgetting)
+    noisy = state.phase.stochastic if isinstance(state.phase, Climbing) else 0
+    return float((1.0 + noisy) ** -settings.forgetting)
 
 
 def _update_server(
@@ -253,8 +270,9 @@ def _update_server(
             message=_common.STARTED,
         )
         return state._replace(shared=state.shared._replace(kernel=kernel)), report
-    if state.collecting:
-        return _collect(state, received, settings, spread)
+    climb = state.phase
+    if isinstance(climb, Collecting):
+        return _collect(state, climb, received, settings, spread)
     has_replied = state.has_replied.copy()  # a round brings sums alone only once every unit has replied
     has_replied[[state.where[client_id] for client_id in received.single()]] = True
     share = received.clients / has_replied.sum()
@@ -262,8 +280,8 @@ def _update_server(
     rate = min(share, _noisy_rate(state, settings)) if noisy else 1.0
     sums = _unpacked(received.sums())
     slope = sums.pop("kernel_gradient") / share
-    totals = {name: (1 - rate) * state.totals[name] + rate * value / share for name, value in sums.items()}
-    state = state._replace(has_replied=has_replied, stochastic=state.stochastic + noisy)
+    totals = {name: (1 - rate) * climb.totals[name] + rate * value / share for name, value in sums.items()}
+    state = state._replace(has_replied=has_replied, phase=climb._replace(stochastic=climb.stochastic + noisy))
     return _raise_bound(state, totals, slope, settings, spread, noisy=noisy)
 
 
@@ -271,61 +289,67 @@ def _unpacked(sums: Message) -> dict[str, Array]:
     return {**sums, "precision": gaussian.unpack_triangle(sums["precision"])}
 
 
-def _collect(state: AscentState, received: Received, settings: Settings, spread: float) -> tuple[AscentState, Report]:
+def _collect(
+    state: AscentState, before: Collecting, received: Received, settings: Settings, spread: float
+) -> tuple[AscentState, Report]:
     """Add up random starts, one of each unit, until all are in or the warm-up is over.
 
     From the start of one unit alone all latent functions would take the shape of one curve.
     """
     new = {name: reply for name, reply in received.each.items() if not state.has_replied[state.where[name]]}
-    has_replied, totals = state.has_replied.copy(), dict(state.totals)
+    has_replied, totals = state.has_replied.copy(), dict(before.totals)
     has_replied[[state.where[name] for name in new]] = True
     if new:
         totals = {name: totals.get(name, 0.0) + value for name, value in _unpacked(sum_replies(new)).items()}
-    done = bool(np.all(has_replied)) or state.number - 1 > settings.warmup
-    state = state._replace(has_replied=has_replied, totals=totals, collecting=not done)
-    if not done:
+    state = state._replace(has_replied=has_replied, phase=Collecting(totals))
+    if not np.all(has_replied) and state.number - 1 <= settings.warmup:
         message = "not all units have replied yet; raise rounds="
         return state, Report(ending.info(state.bound, state.shared, np.nan), message=message)
     slope = totals.pop("kernel_gradient")
+    state = state._replace(phase=Climbing(totals, np.zeros((2, len(state.roles.kernel)))))
     return _raise_bound(state, totals, slope, settings, spread, noisy=True)
 
 
 def _raise_bound(
     state: AscentState, totals: Mapping[str, Array], slope: Array, settings: Settings, spread: float, *, noisy: bool
 ) -> tuple[AscentState, Report]:
-    role, before, sent = state.roles, state.bound, state.sent
-    state = state._replace(age=state.age + 1)
-    if noisy and state.rest is not None:  # gains are too uncertain for the end's steps
-        rest, state = state.rest, state._replace(rest=None, trail=ending.Trail())
-        if rest.trial is not None:
-            return state, ending.report(before, state.shared, 0.0, rest.left, arrived=False, noisy=True)
-    begun = state.age > settings.warmup
+    assert isinstance(state.phase, Climbing)
+    climb = state.phase._replace(age=state.phase.age + 1)
+    role, before, sent, path = state.roles, climb.bound, state.sent, climb.path
+    if noisy and isinstance(path, ending.Rest):  # gains are too uncertain for the end's steps
+        rest, path = path, ending.Trail()
+        if rest.cycle.trial is not None:
+            report = ending.report(before, state.shared, 0.0, rest.left, arrived=False, noisy=True)
+            return state._replace(phase=climb._replace(path=path)), report
+    begun = climb.age > settings.warmup
     totals, shared = maximise(totals, sent, role, sweeps=settings.sweeps, select=begun, spread=spread)
     bound = bound_of_sums(totals, shared, role.log_odds if begun else np.full(role.latents, np.inf))
     bound += role.slab_prior.log_density(shared.log_slab_sd)
     value = bound + ending.log_prior(role, sent.kernel)
     slope = slope - role.kernel_precision @ (sent.kernel - role.kernel_mean)
-    if state.rest is not None:
+    if isinstance(path, ending.Rest):
         result, fixed = ending.Round(sent, shared, value, slope), settings.kernel_rate == 0
-        rest, reached = ending.polished(state.rest, role, result, settings.tolerance, fixed=fixed)
-        state, change = state._replace(rest=rest), 0.0
+        rest, reached = ending.polished(path, role, result, settings.tolerance, fixed=fixed)
+        climb, change = climb._replace(path=rest), 0.0
         if reached is not None:
             change = ending.largest(reached.kernel - state.shared.kernel)
-            state = state._replace(shared=reached, totals=totals, bound=bound)
-        return state, ending.report(state.bound, state.shared, change, rest.left, arrived=rest.arrived, noisy=False)
+            state, climb = state._replace(shared=reached), climb._replace(totals=totals, bound=bound)
+        report = ending.report(climb.bound, state.shared, change, rest.left, arrived=rest.arrived, noisy=False)
+        return state._replace(phase=climb), report
     # Steps of one length would oscillate around the maximum. Noise and the selection's start lower the bound too.
     fell = bound < before - 1e-9 * (1.0 + abs(bound))
-    lowered = fell and state.age > settings.warmup + 1 and not state.stochastic
-    pace = max(state.pace * (_SHORTER if lowered else 1.0), _SHORTEST_STEP)
+    lowered = fell and climb.age > settings.warmup + 1 and not climb.stochastic
+    pace = max(climb.pace * (_SHORTER if lowered else 1.0), _SHORTEST_STEP)
     steps = state.number - 2.0  # rounds in which sums waited for units count too
-    moments = _common.Adam(state.adam[0], state.adam[1], steps)
+    moments = _common.Adam(climb.adam[0], climb.adam[1], steps)
     kernel, moments = _common.adam_step(sent.kernel, slope, moments, settings.kernel_rate * pace)
     change, turned = ending.largest(kernel - sent.kernel), ending.largest(shared.inclusion - sent.inclusion)
     shared = shared._replace(kernel=kernel)
-    trail = ending.Trail() if noisy else ending.longer(state.trail, value, kernel)  # noisy sums are of other data
+    trail = ending.Trail() if noisy else ending.longer(path, value, kernel)  # noisy sums are of other data
     calm = begun and bool(np.all(state.has_replied)) and change < 1e-2 and turned < 1e-2 and ending.nearly_still(trail)
-    state = state._replace(shared=shared, totals=totals, adam=np.stack(moments[:2]), pace=pace, bound=bound)
-    state = state._replace(trail=trail, rest=ending.Rest((shared,)) if calm else None)
+    after = ending.Rest(ending.Cycle((shared,))) if calm else trail
+    climb = Climbing(totals, np.stack(moments[:2]), climb.age, climb.stochastic, pace, bound, after)
+    state = state._replace(shared=shared, phase=climb)
     return state, ending.report(bound, shared, change, ending.left_after(trail), arrived=False, noisy=noisy)
 
 

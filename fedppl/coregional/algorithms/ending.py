@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedppl.contracts import Report
+from fedppl.contracts.algorithm import first_ending
 from fedppl.coregional.bound import Globals, Roles, flatten, unflatten
 from fedppl.types import Array, Status
 
@@ -116,24 +117,22 @@ def left_after(trail: Trail, ratios: Array | tuple[float, ...] = ()) -> Left:
 
 def report(bound: float, shared: Globals, change: float, left: Left, *, arrived: bool, noisy: bool) -> Report:
     """Diagnostics, status and message of a round."""
-    diagnostics = info(bound, shared, change, left.nats)
+    undecided, none = _undecided(shared.inclusion), shared.inclusion.max(initial=0.0) <= 0.5
+    each = ", ".join(f"{place} (inclusion probability {shared.inclusion[place]:.2g})" for place in undecided)
+    status, message = first_ending(
+        (arrived and none, Status.CONVERGED, f"no latent function is selected: {_NOTHING}"),
+        (arrived and undecided, Status.CONVERGED, f"the data do not decide on latent functions {each}"),
+        (arrived, Status.CONVERGED, ""),
+        (noisy, Status.RUNNING, "sums of some units or rows are noisy, so that what is left is not known"),
+        (not np.isfinite(left.nats), Status.RUNNING, "what is left is not known yet"),
+        (left.ratio >= 1.0 - 1.0 / _HORIZON, Status.RUNNING, "what a round gains does not shrink yet"),
+        (True, Status.RUNNING, f"about {left.nats:.2g} nats are left"),
+    )
     if not arrived:
-        known = np.isfinite(left.nats)
-        remaining = f"about {left.nats:.2g} nats are left" if known else "what is left is not known yet"
-        if known and left.ratio >= 1.0 - 1.0 / _HORIZON:
-            remaining = "what a round gains does not shrink yet"
-        if noisy:
-            remaining = "sums of some units or rows are noisy, so that what is left is not known"
         # In the end phase kernels stay for some rounds, whether they have converged or not.
         where = f"({bound:.6g}, kernels by {change:.2g} a round)" if change > 0 else f"({bound:.6g})"
-        return Report(diagnostics, Status.RUNNING, f"the bound moves still {where}: {remaining}; raise rounds=")
-    undecided, message = _undecided(shared.inclusion), ""
-    if shared.inclusion.max(initial=0.0) <= 0.5:
-        message = f"no latent function is selected: {_NOTHING}"
-    elif undecided:
-        each = ", ".join(f"{place} (inclusion probability {shared.inclusion[place]:.2g})" for place in undecided)
-        message = f"the data do not decide on latent functions {each}"
-    return Report(diagnostics, Status.CONVERGED, message)
+        message = f"the bound moves still {where}: {message}; raise rounds="
+    return Report(info(bound, shared, change, left.nats), status, message)
 
 
 # The end, once the bound hardly moves: quasi-Newton steps of the kernels, and extrapolation of all else ---------------
@@ -161,17 +160,29 @@ class Round(NamedTuple):
     slope: Array  # of the value in the kernels' parameters
 
 
-class Rest(NamedTuple):
-    """The state of an ascent that hardly moves."""
+class Cycle(NamedTuple):
+    """Successive rounds with the same kernels, and what units are sent next."""
 
-    path: tuple[Globals, ...]  # shared parameters of successive rounds with the same kernels
+    path: tuple[Globals, ...]  # shared parameters
     trail: Trail = Trail()  # their values
     slope: Array | None = None  # in the last of them
     trial: Globals | None = None  # a proposal that units are sent in place of the shared parameters
-    stand: Round | None = None  # before the last step of the kernels
-    judging: bool = False  # whether the proposal is that step
+    judging: bool = False  # whether the proposal is a step of the kernels
+
+
+class Kernels(NamedTuple):
+    """The steps of the kernels."""
+
+    stand: Round | None = None  # before the last of them
     curvature: Array | None = None  # (p, p) of minus the value in the kernels' parameters
-    radius: float = _FIRST  # of a step of the kernels
+    radius: float = _FIRST
+
+
+class Rest(NamedTuple):
+    """The state of an ascent that hardly moves."""
+
+    cycle: Cycle
+    kernels: Kernels = Kernels()
     ratios: tuple[float, ...] = ()  # of gains at the ends of the last cycles
     reached: float = np.nan  # value at the end of the last cycle, if only an extrapolation followed
     values: tuple[float, ...] = ()  # of all accepted rounds so far
@@ -182,19 +193,22 @@ class Rest(NamedTuple):
 
 def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed: bool) -> tuple[Rest, Globals | None]:
     """The state after one more round, and the new shared parameters; None where the old ones stay."""
-    if rest.trial is not None and not rest.judging:  # an extrapolation
-        last = rest.trail.values[-1]
+    cycle = rest.cycle
+    if cycle.trial is not None and not cycle.judging:  # an extrapolation
+        last = cycle.trail.values[-1]
         if not result.value >= last - _ROUNDING * (1.0 + abs(last)):
-            return _from(rest, rest.path[-1])._replace(refused=True), None
-        rest = _from(rest, result.sent)._replace(refused=False)
-    trail = longer(rest.trail, result.value, result.best.kernel)
-    before, rest = rest.slope, rest._replace(path=(*rest.path, result.best), trail=trail, slope=result.slope)
-    if rest.judging:
+            return rest._replace(cycle=Cycle(cycle.path[-1:]), refused=True), None
+        cycle, rest = Cycle((result.sent,)), rest._replace(refused=False)
+    trail, before = longer(cycle.trail, result.value, result.best.kernel), cycle.slope
+    cycle = cycle._replace(path=(*cycle.path, result.best), trail=trail, slope=result.slope)
+    rest = rest._replace(cycle=cycle)
+    if cycle.judging:
         rest = _judged_step(rest, result)
-        if rest.trial is not None or len(rest.trail.values) == 0:
+        cycle = rest.cycle
+        if cycle.trial is not None or len(cycle.trail.values) == 0:
             return rest, None
-    step, curvature = _newton(rest, role, result, fixed=fixed)
-    creeping = left_after(rest.trail, rest.ratios)
+    step, curvature = _newton(rest.kernels, role, result, fixed=fixed)
+    creeping = left_after(trail, rest.ratios)
     # Twice the gain of a quadratic, since the curvature is an estimate.
     gain = float(result.slope @ step)
     rest = rest._replace(values=(*rest.values, result.value))
@@ -202,56 +216,54 @@ def polished(rest: Rest, role: Roles, result: Round, tolerance: float, *, fixed:
     nats = max(creeping.nats + gain, gained_of_late(rest.values))
     left = Left(nats, largest(step), creeping.ratio)
     small, count = nats < tolerance and left.kernels < _KERNELS, len(trail.values)
-    if count >= _SETTLED and rest.stand is None:
-        rest = rest._replace(curvature=curvature)
+    if count >= _SETTLED and rest.kernels.stand is None:
+        rest = rest._replace(kernels=rest.kernels._replace(curvature=curvature))
     if count > 4:  # before, there is no ratio of gains
         rest = rest._replace(left=left)
     steady = before is not None and np.max(np.abs(result.slope - before)) <= 0.1 * np.max(np.abs(result.slope))
     if count >= _SETTLED and steady and not small and (gain > creeping.nats or rest.refused):
         # A step of the kernels, once all else has converged.
-        length = min(1.0, rest.radius / max(largest(step), 1e-300))
+        length = min(1.0, rest.kernels.radius / max(largest(step), 1e-300))
         proposal = result.best._replace(kernel=result.best.kernel + length * step)
-        rest = _from(rest, proposal)._replace(curvature=curvature, reached=np.nan, refused=False)
-        return rest._replace(trial=proposal, stand=result, judging=True), result.best
+        kernels = Kernels(result, curvature, rest.kernels.radius)
+        cycle = Cycle((proposal,), trial=proposal, judging=True)
+        return rest._replace(cycle=cycle, kernels=kernels, reached=np.nan, refused=False), result.best
     if count <= _CYCLE:
         return rest, result.best
     arrived = small and result.value - rest.reached < tolerance
-    ratios, trial = (*rest.ratios, left.ratio)[-_SEEN:], extrapolated(rest.path, role)
-    rest = rest._replace(reached=result.value, ratios=ratios, arrived=arrived)
-    return (rest._replace(trial=trial) if trial is not None else _from(rest, result.best)), result.best
+    ratios, trial = (*rest.ratios, left.ratio)[-_SEEN:], extrapolated(cycle.path, role)
+    cycle = Cycle((result.best,)) if trial is None else cycle._replace(trial=trial)
+    return rest._replace(cycle=cycle, reached=result.value, ratios=ratios, arrived=arrived), result.best
 
 
-def _from(rest: Rest, shared: Globals) -> Rest:
-    """New rounds from these shared parameters, without a proposal."""
-    return rest._replace(path=(shared,), trail=Trail(), slope=None, trial=None, judging=False)
-
-
-def _newton(rest: Rest, role: Roles, result: Round, *, fixed: bool) -> tuple[Array, Array | None]:
+def _newton(kernels: Kernels, role: Roles, result: Round, *, fixed: bool) -> tuple[Array, Array | None]:
     """The kernels' step to the maximum by an estimate of the curvature, which starts from the slope; and that."""
     if fixed:
         return np.zeros_like(result.slope), None
-    curvature = rest.curvature
+    stand, curvature, _ = kernels
     if curvature is None:
         curvature = np.diag(np.maximum(np.abs(result.slope) / _FIRST, np.diag(role.kernel_precision)))
-    elif rest.stand is not None:
-        curvature = _learnt(curvature, result.best.kernel - rest.stand.best.kernel, rest.stand.slope - result.slope)
+    elif stand is not None:
+        curvature = _learnt(curvature, result.best.kernel - stand.best.kernel, stand.slope - result.slope)
     return np.asarray(np.linalg.solve(curvature, result.slope), dtype=float), curvature
 
 
 def _judged_step(rest: Rest, result: Round) -> Rest:
     """Accept a step of the kernels if it raised the value once all else has converged; else go back with a shorter."""
-    stand, values = rest.stand, rest.trail.values
+    cycle, kernels, stand, values = rest.cycle, rest.kernels, rest.kernels.stand, rest.cycle.trail.values
     assert stand is not None
     step = result.best.kernel - stand.best.kernel
     length, expected = largest(step), float(step @ stand.slope)
     if len(values) < _SETTLED:
-        return rest._replace(trial=result.best)
+        return rest._replace(cycle=cycle._replace(trial=result.best))
     if result.value >= stand.value + 1e-4 * expected:
-        radius = min(2.0 * rest.radius, _FAR) if length > 0.9 * rest.radius else rest.radius
-        return rest._replace(trial=None, judging=False, radius=radius)
+        radius = min(2.0 * kernels.radius, _FAR) if length > 0.9 * kernels.radius else kernels.radius
+        cycle = cycle._replace(trial=None, judging=False)
+        return rest._replace(cycle=cycle, kernels=kernels._replace(radius=radius))
     if len(values) <= _CYCLE and result.value + _CYCLE * (values[-1] - values[-2]) > stand.value:
-        return rest._replace(trial=result.best)  # all else still converges
-    return _from(rest, stand.best)._replace(stand=None, radius=max(0.3 * length, _SHORTEST_POLISHED))
+        return rest._replace(cycle=cycle._replace(trial=result.best))  # all else still converges
+    shorter = kernels._replace(stand=None, radius=max(0.3 * length, _SHORTEST_POLISHED))
+    return rest._replace(cycle=Cycle((stand.best,)), kernels=shorter)
 
 
 def _learnt(curvature: Array, step: Array, turn: Array) -> Array:
