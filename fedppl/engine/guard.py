@@ -459,6 +459,20 @@ def tally(client: Any) -> Tally:
     return Tally(min(lengths, default=0), tuple(kinds))
 
 
+def pooled(tallies: Sequence[Tally]) -> Holdings:
+    """Rows and events of all clients together, or DeclarationError where they count other outcomes."""
+    vectors = [numbers(counts) for counts in tallies]
+    if len({len(vector) for vector in vectors}) > 1:
+        raise DeclarationError(OTHER_COUNTS)
+    return summed(tallies[0], np.sum(vectors, axis=0), len(tallies))
+
+
+OTHER_COUNTS = (
+    "clients of several kinds have other observed variables, whose outcomes are not counted together under masks; "
+    "declare one kind, or allow single replies (sums='optional')."
+)
+
+
 def numbers(counts: Tally) -> Array:
     """Counts as one vector, for a sum over a cohort."""
     return np.concatenate([[counts.rows], *(kinds for _, kinds in counts.kinds)]).astype(float)

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from fedppl.contracts import (
     Accept,
     AnyAlgorithm,
@@ -32,7 +30,7 @@ from fedppl.contracts import (
     unheard,
 )
 from fedppl.engine.answer import answer, checked, level_of, message_of, take, take_sum
-from fedppl.engine.guard import admit_algorithm, in_memory, numbers, refuse_data, summed, tally
+from fedppl.engine.guard import admit_algorithm, in_memory, pooled, refuse_data, tally
 from fedppl.engine.policy import Holdings, Policy, refuse_cohort
 from fedppl.model.client import reader_of
 from fedppl.model.interpreted import set_back, settings
@@ -281,8 +279,7 @@ def _cohort_of(models: Mapping[str, Any], rules: Policy, *, secure: bool) -> Hol
         return None
     if rule := refuse_cohort(rules, len(models), 1):
         raise DeclarationError(f"clients do not take part: {rule}.")
-    tallies = [tally(model) for model in models.values()]
-    return summed(tallies[0], np.sum([numbers(one) for one in tallies], axis=0), len(models))
+    return pooled([tally(model) for model in models.values()])
 
 
 def InProcess(*, workers: int | None = None, policy: Policy | None = None, secure: bool = False) -> EngineFactory:

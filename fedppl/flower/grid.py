@@ -31,6 +31,7 @@ from fedppl.contracts import (
 )
 from fedppl.engine import secure as _secure
 from fedppl.engine.answer import require_fit, take_sum
+from fedppl.engine.guard import OTHER_COUNTS
 from fedppl.engine.policy import FEWEST_SITES
 from fedppl.flower import masks as _masks
 from fedppl.flower import wire as _wire
@@ -189,6 +190,8 @@ class GridEngine:
         cannot = "its part of the cohort's counts cannot be used"
         parts = self._from_all(JOIN, to_join, deadline, end, part, cannot)
         self._parts |= {(run, k): one for k, one in parts.items() if not isinstance(one, str)}
+        if len({len(one.words) for (whose, _), one in self._parts.items() if whose == run}) > 1:
+            raise DeclarationError(OTHER_COUNTS)
         return {name: one for name, one in parts.items() if isinstance(one, str)}
 
     def _from_all(
