@@ -31,7 +31,7 @@ from fedppl.contracts import (
 )
 from fedppl.engine.answer import answer, checked, level_of, message_of, take, take_sum
 from fedppl.engine.guard import admit_algorithm, in_memory, refuse_data
-from fedppl.engine.policy import Policy
+from fedppl.engine.policy import Policy, refuse_cohort
 from fedppl.model.client import reader_of
 from fedppl.model.interpreted import set_back, settings
 from fedppl.model.stack import ClientsOf, samples
@@ -68,6 +68,8 @@ class InProcessEngine:
 
             masks.require_enough(len(models))
             self._secure = masks
+        if why := refuse_cohort(algorithm, len(models) if secure else None):
+            raise DeclarationError(f"{why}; pass engine=fedppl.InProcess(secure=True), and so many clients.")
         self._cohorts: dict[str, Mapping[str, Any]] = {}  # by run, where sums are secure
         self._guards = {} if policy is None else {client_id: in_memory(policy, client_id) for client_id in models}
         for client_id, guard in self._guards.items():
@@ -292,8 +294,8 @@ def InProcess(*, workers: int | None = None, policy: Policy | None = None, secur
     ------
     DeclarationError
         If `workers` is below one, `policy` is no policy or `secure` no truth value; in a fit, with fewer than three
-        clients or another algorithm where `secure` is true, where there are no clients' data, or the policy
-        refuses the algorithm or a client's data.
+        clients or another algorithm where `secure` is true, with an algorithm that wants it where it is not, where
+        there are no clients' data, or the policy refuses the algorithm or a client's data.
 
     Examples
     --------

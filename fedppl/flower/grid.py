@@ -32,6 +32,7 @@ from fedppl.contracts import (
 )
 from fedppl.engine import secure as _secure
 from fedppl.engine.answer import require_fit, take_sum
+from fedppl.engine.policy import refuse_cohort
 from fedppl.flower import masks as _masks
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Parcel, require_few
@@ -362,6 +363,9 @@ def grid(
         client = model.enrol({"example_data": example_data}, kernel=algorithm.needs.kernel)["example_data"]
         require_fit(algorithm, client)
         server = ServerModel(client.layout, client.reader())
+        count = expected if isinstance(expected, int) else len(expected)
+        if why := refuse_cohort(algorithm, count if secure else None):
+            raise DeclarationError(f"{why}; pass secure=True, also to client_app, and so many clients=.")
         settings = GridSettings(expected, wait, deadline, poll, grace, secure)
         return GridEngine(grid, algorithm, settings, server, greeting)
 
