@@ -136,14 +136,14 @@ def of_shared_noise(clip: float = 20.0, noise_multiplier: float = 1e-7, shared_b
 def test_sites_that_share_their_noise_end_at_the_posterior(tmp_path: Path) -> None:
     """A Gaussian model, hardly any noise, and a round that is void: sites take no step of it, and all go on."""
     identities(tmp_path)
-    rounds = itertools.count()
+    asked = itertools.count()
 
-    def fault(message: Any) -> Any:
-        return None if message.metadata.message_type == ASK and next(rounds) == 7 else message
+    def fault(message: FlowerMessage, node_id: int) -> Any:
+        return 5 if message.metadata.message_type == ASK and next(asked) == 7 else None
 
     algorithm = of_shared_noise()
     grid = grid_of(tmp_path, fault, algorithm)
-    hidden = fit(grid, algorithm=algorithm, rounds=12, deadline=0.5)
+    hidden = fit(grid, algorithm=algorithm, rounds=12)
     plain = fit(grid_of(tmp_path / "plain", secure=None), secured=False)
     assert [record.used for record in hidden.records].count(0) == 1
     sd = gaussian.standard_deviations(plain.posterior)
