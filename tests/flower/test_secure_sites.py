@@ -143,7 +143,8 @@ def test_sites_that_share_their_noise_end_at_the_posterior(tmp_path: Path) -> No
 
     algorithm = of_shared_noise()
     grid = grid_of(tmp_path, fault, algorithm)
-    hidden = fit(grid, algorithm=algorithm, rounds=12)
+    with pytest.warns(ConvergenceWarning, match="moved sds|noise"):  # a release of two sites is lost
+        hidden = fit(grid, algorithm=algorithm, rounds=12)
     plain = fit(grid_of(tmp_path / "plain", secure=None), secured=False)
     assert [record.used for record in hidden.records].count(0) == 1
     sd = gaussian.standard_deviations(plain.posterior)

@@ -266,8 +266,8 @@ def _draw(
     """Draws of (φ, θ_k) from the tilted distribution, as in EP, widened by the noise."""
     q, form, noise = q_of(message), _sites.structure_of(matching.structure, client.layout), message["noise"]
     cavity = gaussian.quotient(q, site_of(_in_q(personal, message, form)[0], form))
-    wide = (widened(g, gaussian.unpack_triangle(np.asarray(noise, dtype=float))) for g in (q, cavity))
-    return matching.local.draw(Target(client, *wide, float(message["prior_share"])), draws, chains, rng)
+    q, cavity = (widened(g, gaussian.unpack_triangle(np.asarray(noise, dtype=float))) for g in (q, cavity))
+    return matching.local.draw(Target(client, q, cavity, float(message["prior_share"])), draws, chains, rng)
 
 
 # The server's part: q moves by the sum of noised sites, with the covariance of their noise in it ----------------------
