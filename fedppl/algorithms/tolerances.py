@@ -27,6 +27,8 @@ MOST_TRUST = 1e6  # posterior sds that users may ask for, and holds nobody back;
 # `ep.private`
 LEAST_SETTING, MOST_SETTING = 1e-50, 1e50  # of a clip, and of noise over it; equation (squares of products are floats)
 NOISE_NORM = 12  # noise sds a root of numbers: more have a probability below 1e-20; equation; − refuses honest ones
+MOST_CHANGED = 1e3  # bounds of a noised site, that a change may be, since frames change; trial; − refuses honest ones
+MASKED_SDS = 1e-6, 1e6  # posterior sds of clip and shared noise; below, 2⁻⁶⁰ is no rounding; above, sums overflow
 NOISE_OF_PRECISION = 0.5  # of q's precision, a round's noise in it at most; trial; − short steps, + improper q
 MOST_PRIVATE_NOISE = 1.0  # posterior sds of a mean through noise; trial; − never converges, + noise counts as fit
 

@@ -63,6 +63,7 @@ class Received(NamedTuple):
     each: Mapping[str, Message]  # by client id; an error to read where there is only the sum
     total: Message  # every array summed over the clients, in a fixed order; empty where each is given
     clients: int  # number of replies
+    names: Collection[str] = ()  # of the clients that replied; under a secure sum all or none
 
     def single(self) -> Mapping[str, Message]:
         """Each client's reply where they are given, and none where there is only the sum."""
@@ -287,6 +288,9 @@ class Disclosure(NamedTuple):
     noise_multiplier
         Of algorithms under differential privacy: the noise of every reply over the bound on its norm. None where a
         reply's ε is not known.
+    shared_by
+        The fewest honest clients among which that noise is shared. Above 1 engines and sites answer under masks alone,
+        in a cohort of at least so many.
     at_sites
         The server's first state where clients are sites of their own, which are asked for less: from that of `init`.
     unseen
@@ -307,6 +311,7 @@ class Disclosure(NamedTuple):
     unseen: Callable[[Any, Collection[str]], Any] = _as_it_is
     concludes: AsksFn | None = None
     by_row: Callable[[Any, Array], Sequence[Array]] | None = None
+    shared_by: int = 1
 
 
 class Algorithm(NamedTuple, Generic[S, P]):

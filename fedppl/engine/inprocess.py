@@ -31,7 +31,7 @@ from fedppl.contracts import (
 )
 from fedppl.engine.answer import answer, checked, level_of, message_of, take, take_sum
 from fedppl.engine.guard import admit_algorithm, in_memory, pooled, refuse_data, tally
-from fedppl.engine.policy import Holdings, Policy, refuse_cohort
+from fedppl.engine.policy import Holdings, Policy, refuse_cohort, refuse_sharing
 from fedppl.model.client import reader_of
 from fedppl.model.interpreted import set_back, settings
 from fedppl.model.stack import ClientsOf, samples
@@ -68,6 +68,8 @@ class InProcessEngine:
 
             masks.require_enough(len(models))
             self._secure = masks
+        if why := refuse_sharing(algorithm, len(models) if secure else None):
+            raise DeclarationError(f"{why}; pass engine=fedppl.InProcess(secure=True), and so many clients.")
         self._cohorts: dict[str, Mapping[str, Any]] = {}  # by run, where sums are secure
         cohort = None if policy is None else _cohort_of(models, policy, secure=secure)
         self._guards = {} if policy is None else {name: in_memory(policy, name, cohort) for name in models}
@@ -305,8 +307,8 @@ def InProcess(*, workers: int | None = None, policy: Policy | None = None, secur
     ------
     DeclarationError
         If `workers` is below one, `policy` is no policy or `secure` no truth value; in a fit, with fewer than three
-        clients or another algorithm where `secure` is true, where there are no clients' data, or the policy
-        refuses the algorithm or a client's data.
+        clients or another algorithm where `secure` is true, with an algorithm that wants it where it is not, where
+        there are no clients' data, or the policy refuses the algorithm or a client's data.
 
     Examples
     --------

@@ -352,6 +352,15 @@ def refuse_algorithm(policy: Policy, algorithm: AnyAlgorithm) -> str | None:
     return None
 
 
+def refuse_sharing(algorithm: AnyAlgorithm, members: int | None) -> str | None:
+    """Why replies that share noise must not leave, or None; `members` are added under masks, None in the clear."""
+    wanted = algorithm.disclosure.shared_by
+    if wanted <= (members or 1):
+        return None
+    what = "replies would be seen singly" if members is None else f"the cohort has {members}"
+    return f"{algorithm.name} shares its noise among shared_by={wanted} clients whose replies are masked, and {what}"
+
+
 def refuse_request(policy: Policy, layout: Layout, asked: Asked) -> str | None:
     """The rule that a request breaks by its points, with figures, or None."""
     points = np.vstack([asked.points, *(gaussian.mean(q) for q, _ in asked.targets if gaussian.is_proper(q))])

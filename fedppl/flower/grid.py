@@ -32,7 +32,7 @@ from fedppl.contracts import (
 from fedppl.engine import secure as _secure
 from fedppl.engine.answer import require_fit, take_sum
 from fedppl.engine.guard import OTHER_COUNTS
-from fedppl.engine.policy import FEWEST_SITES
+from fedppl.engine.policy import FEWEST_SITES, refuse_sharing
 from fedppl.flower import masks as _masks
 from fedppl.flower import wire as _wire
 from fedppl.flower.decode import Parcel, require_few
@@ -430,6 +430,10 @@ class Sites(NamedTuple):
         client = self.model.enrol(data, kernel=algorithm.needs.kernel)["example_data"]
         require_fit(algorithm, client)
         server = ServerModel(client.layout, client.reader())
+        expected = self.settings.clients
+        count = expected if isinstance(expected, int) else len(expected)
+        if why := refuse_sharing(algorithm, count if self.secure else None):
+            raise DeclarationError(f"{why}; pass secure=True, also to client_app, and so many clients=.")
         return GridEngine(self.grid, algorithm, self.settings, server, self.greeting)
 
 

@@ -25,7 +25,7 @@ from fedppl.data import frames
 from fedppl.engine import account as _account
 from fedppl.engine import guard as _guard
 from fedppl.engine.answer import answer, require_fit, say_unused
-from fedppl.engine.policy import NO_RULES, Policy
+from fedppl.engine.policy import NO_RULES, Policy, refuse_sharing
 from fedppl.flower import masks as _masks
 from fedppl.flower import site_agreement as _agreements
 from fedppl.flower import wire as _wire
@@ -360,6 +360,9 @@ def _answered(
     if (understood := _understood(node, memory, parcel, guard)) is None:
         return None
     request, place = understood
+    if why := refuse_sharing(node.algorithm, None if place is None else len(place.names)):
+        _refuse(guard, _guard.named("request", request), f"epsilon: {why}")
+        return None
     own_id, about = node.client_id(config), _guard.named("request", request)
     algorithm = node.algorithm if place is None else _masks.quiet(node.algorithm)
     try:

@@ -32,7 +32,12 @@ def pack_target(q: Gaussian, cavity: Gaussian, prior_share: float) -> Message:
 
 def unpack_target(client: ClientView, message: Message) -> Target:
     """The client's tilted distribution from a message."""
-    return Target(client, _gaussian(message, "global"), _gaussian(message, "cavity"), float(message["prior_share"]))
+    return Target(client, q_of(message), _gaussian(message, "cavity"), float(message["prior_share"]))
+
+
+def q_of(message: Message) -> Gaussian:
+    """The global q of a message."""
+    return _gaussian(message, "global")
 
 
 def _gaussian(message: Message, name: str) -> Gaussian:
@@ -42,7 +47,7 @@ def _gaussian(message: Message, name: str) -> Gaussian:
 
 def at_target(layout: Layout, message: Message) -> Asked:
     """What a request with a target asks: moments around the mean of q, given the cavity."""
-    pair = _gaussian(message, "global"), _gaussian(message, "cavity")
+    pair = q_of(message), _gaussian(message, "cavity")
     return Asked(np.zeros((0, layout.size)), np.zeros((0, layout.size)), (pair,))
 
 

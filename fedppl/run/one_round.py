@@ -112,7 +112,7 @@ def _exchanged(run: Run, requests: Requests, shapes: Shapes) -> tuple[Received, 
     if not run.algorithm.replies.summed(run.state):
         taken = take(run.engine.exchange, requests, accept, run.deadline, run.progress.heard)
         replies = with_total(taken, next(iter(taken.messages.values()), {}))
-        return Received(taken.messages, {}, replies.clients), replies
+        return Received(taken.messages, {}, replies.clients, tuple(taken.messages)), replies
     # Of the class: a wrapper that passes on attributes of its engine has to see single replies.
     if hasattr(type(run.engine), "exchange_sum"):
         adding = cast(AddingEngine, run.engine)
@@ -121,7 +121,16 @@ def _exchanged(run: Run, requests: Requests, shapes: Shapes) -> tuple[Received, 
         added = take_sum(run.engine.exchange, requests, accept, run.deadline, run.progress.heard)
     if added.clients and (reason := why_no_sum(added.total, shapes)):
         added = Summed({}, 0, dict.fromkeys(requests.clients, reason), sizes={})
-    return Received(OnlySums(), added.total, added.clients), added
+    return Received(OnlySums(), added.total, added.clients, _counted(requests, added)), added
+
+
+def _counted(requests: Requests, added: Summed) -> tuple[str, ...]:
+    """The clients whose replies are in a sum."""
+    if not added.clients:  # of a void sum only those that are why are failures
+        return ()
+    if not (added.failures or requests.silent):
+        return requests.clients
+    return tuple(name for name in requests.clients if name not in added.failures and name not in requests.silent)
 
 
 def _requests(run: Run, number: int, shapes: Shapes) -> Requests:

@@ -475,7 +475,8 @@ def test_what_is_computed_is_what_the_policy_looked_at(algorithm: Any) -> None:
     """A message that holds both a point and a target is looked at where it is computed."""
     pair = target(normal([0.0] * 3, 1e4), normal([0.0] * 3, 0.9e4)).targets[0]
     packed = fedppl.local.target.pack_target(*pair, 0.0)
-    message = {**ask(1, **packed, precision_weight=np.array(1.0)).message}
+    begun = algorithm.broadcast(algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0)), "clinic 3")
+    message = {**begun, **ask(1, **packed).message}
     seen = algorithm.disclosure.asks(LAYOUT, message)
     _, reply, _ = algorithm.update_client(CLIENT, None, message, np.random.default_rng(0))
     assert ("gradient" in reply) == bool(len(seen.points) + len(seen.spare))

@@ -131,6 +131,43 @@ def test_a_fit_over_sites_is_the_plain_one_and_the_server_is_sent_noise(tmp_path
         assert (tmp_path / f"at {name}" / f"{name.replace(' ', '%20')}.nc").exists()  # each site's own posterior
 
 
+def of_shared_noise(clip: float = 20.0, noise_multiplier: float = 1e-7, shared_by: int = 3) -> Any:
+    return fedppl.PrivateEP(clip=clip, noise_multiplier=noise_multiplier, releases=12, shared_by=shared_by)
+
+
+def test_sites_that_share_their_noise_end_at_the_posterior(tmp_path: Path) -> None:
+    """A Gaussian model, hardly any noise, and a message that is lost: that site is asked again."""
+    identities(tmp_path)
+    asked = itertools.count()
+
+    def fault(message: FlowerMessage, node_id: int) -> Any:
+        return 5 if message.metadata.message_type == ASK and next(asked) == 7 else None
+
+    algorithm = of_shared_noise()
+    grid = grid_of(tmp_path, fault, algorithm)
+    hidden = fit(grid, algorithm=algorithm, rounds=12)
+    plain = fit(grid_of(tmp_path / "plain", secure=None), secured=False)
+    assert all(record.used == 3 for record in hidden.records)
+    sd = gaussian.standard_deviations(plain.posterior)
+    assert_allclose(gaussian.mean(hidden.posterior) / sd, gaussian.mean(plain.posterior) / sd, rtol=0, atol=1e-3)
+    assert_allclose(gaussian.standard_deviations(hidden.posterior), sd, rtol=1e-3)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_site_answers_with_a_share_of_the_noise_in_a_large_enough_cohort_alone(masked: bool, tmp_path: Path) -> None:
+    """Of a server that says nothing of it: in the clear, and in a cohort of three where four share the noise."""
+    identities(tmp_path)
+    algorithm = of_shared_noise(shared_by=4 if masked else 3)
+    silent = algorithm._replace(disclosure=algorithm.disclosure._replace(shared_by=1))
+    grid = grid_of(tmp_path, algorithm=algorithm, **({} if masked else {"secure": None}))
+    with pytest.warns(ConvergenceWarning):
+        result = fit(grid, algorithm=silent, rounds=1, secured=masked)
+    assert result.records[0].used == 0 and REFUSED in result.records[0].failures["client 0"]
+    log = (tmp_path / "at client 0" / "audit.jsonl").read_text()
+    rules = [line.get("refused") for line in map(json.loads, log.splitlines())]
+    assert any(rule and rule.startswith("epsilon: ") and "shared_by" in rule for rule in rules)
+
+
 def test_a_site_that_drops_out_is_asked_again_and_no_number_changes(tmp_path: Path) -> None:
     """The others are not asked again: their words are there, and the site's are those that it would have sent."""
     identities(tmp_path)

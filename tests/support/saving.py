@@ -61,7 +61,7 @@ RUNS: dict[str, Callable[[], Saving]] = {
     "formula": by_formula,
     "weighted points": by_sums,
     "HM1": lambda: of_means(fedppl.HM1()),
-    "PrivateEP": lambda: of_means(fedppl.PrivateEP(clip=1.0, noise_multiplier=1.0, releases=6)),
+    "PrivateEP": lambda: of_means(fedppl.PrivateEP(clip=1.0, noise_multiplier=1.0, releases=6), "personal"),
     "a point": lambda: of_means(fedppl.averaging.FedAvg(learning_rate=0.05, steps=2), "personal"),
     "what clients keep": lambda: of_means(fedppl.averaging.Ditto(learning_rate=0.05, lam=0.1, steps=2), "clients"),
 }

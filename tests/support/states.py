@@ -15,8 +15,8 @@ from fedppl.contracts import AnyAlgorithm, OnlySums, Point, Posterior, Received,
 def received(replies: Mapping[str, Any], *, summed: bool) -> Received:
     """The server's input from a round: every reply, or the sum of all."""
     if summed:
-        return Received(OnlySums(), sum_replies(replies), len(replies))
-    return Received(dict(replies), {}, len(replies))
+        return Received(OnlySums(), sum_replies(replies), len(replies), tuple(replies))
+    return Received(dict(replies), {}, len(replies), tuple(replies))
 
 
 def updated(algorithm: AnyAlgorithm, state: Any, replies: Mapping[str, Any]) -> tuple[Any, Report]:

@@ -1,10 +1,10 @@
-"""EP under differential privacy: each client clips its site and adds Gaussian noise before anything leaves it."""
+"""EP under differential privacy: clients clip their sites and add Gaussian noise; the server needs their sum alone."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,22 +14,30 @@ from fedppl import contracts, gaussian, privacy, settings, structure
 from fedppl.algorithms import tolerances as tol
 from fedppl.algorithms.ep import ep
 from fedppl.algorithms.ep import sites as _sites
-from fedppl.algorithms.ep._rounds import EPInfo, EPState, Outcome, damped_step, shortest_step
-from fedppl.algorithms.ep.sites import Sites
-from fedppl.contracts import ClientUpdate, ClientView, LocalInference, Received, Report, Target
+from fedppl.algorithms.ep._rounds import shortest_step
+from fedppl.contracts import Asked, ClientUpdate, ClientView, Draws, LocalInference, Received, Report, Target
 from fedppl.contracts.algorithm import first_ending
 from fedppl.gaussian import Gaussian
-from fedppl.local.target import at_target, draw_target, pack_target, unpack_target
+from fedppl.local.target import q_of
 from fedppl.structure import Structure
-from fedppl.types import Array, Layout, LocalFailure, Message, Rng, Status
+from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message, Rng, Status
 
 logger = logging.getLogger(__name__)
 
 
 class PrivateEPClientState(NamedTuple):
-    """A client's personal state: how often it has released something."""
+    """A client's personal state: how often it has released something, and what q holds of it in the present run.
 
-    releases: int
+    The two rows of `held` and `sent` are natural parameters (n,): of its data without noise, which leave in no form,
+    and as the server was told them; zeros where noise is shared, since replies are then no changes.
+    """
+
+    releases: int  # over all runs
+    run: float = 0.0  # names the run of the rest
+    round: int = 0  # of the last release
+    counted: int = 0  # round of the last release that is in `held`
+    held: Array = np.zeros((2, 0))
+    sent: Array = np.zeros((2, 0))  # the new site of the last release, of which the server takes a step
 
 
 def PrivateEP(
@@ -38,6 +46,7 @@ def PrivateEP(
     noise_multiplier: float,
     releases: int,
     delta: float = 1e-5,
+    shared_by: int = 1,
     local: LocalInference | None = None,
     tolerance: float = 0.01,
     damping: float = 1.0,
@@ -46,19 +55,20 @@ def PrivateEP(
 ) -> contracts.Algorithm[PrivateEPState, PrivateEPClientState]:
     r"""Federated EP whose clients release nothing but their sites, clipped and with Gaussian noise.
 
-    .. math:: s_k = \min\!\left(1, \frac{C}{\lVert v_k \rVert}\right) v_k + \mathcal N(0, z^2 C^2 I), \qquad
+    .. math:: s_k = \min\!\left(1, \frac{C}{\lVert v_k \rVert}\right) v_k
+              + \mathcal N\!\left(0, \tfrac{z^2 C^2}{n} I\right), \qquad
               v_k = \left(L^{-1} (r_k - Q_k \mu),\; w L^{-1} Q_k L^{-\top}\right)
 
-    with q = N(μ, (L Lᵀ)⁻¹), and r_k, Q_k the natural parameters of the client's new site: its tilted distribution
-    over its cavity. Off-diagonals count √2-fold, so that the norm is the Frobenius norm. The server knows q, turns s_k
-    back into a site and takes EP's step: in the first half of the releases it replaces sites, then it averages them.
+    with q = N(μ, (L Lᵀ)⁻¹), n = `shared_by`, and r_k, Q_k the natural parameters of the client's new site: its tilted
+    distribution over its cavity. Off-diagonals count √2-fold, so that the norm is the Frobenius norm. The server takes
+    a step towards the sum of the s_k: in the first half of the releases it replaces sites, then it averages them.
 
     Parameters
     ----------
     clip
         Bound C on the norm of a site, in posterior sds. With K clients and m shared parameters a site ends with a norm
-        of about √(2m / K); a few times that is right. Less makes q too wide, more only adds noise: z C √K posterior
-        sds a round.
+        of about √(2m / K); a few times that is right. Less makes q too wide, more only adds noise: z C √(K / n)
+        posterior sds a round.
     noise_multiplier
         Sd z of the noise over C; choose it so that ``fedppl.privacy.epsilon(noise_multiplier, releases, delta)`` is
         what you may spend.
@@ -66,6 +76,10 @@ def PrivateEP(
         Largest number of replies of a client in a run; beyond it refuses. A run wants as many rounds, if all take part.
     delta
         Probability δ of the guarantee.
+    shared_by
+        The fewest honest sites n among which the noise is shared. Above 1 it is for sums under masks alone
+        (``engine=fedppl.InProcess(secure=True)``, ``fedppl.Flower.grid(secure=True)``): who sees sums with fewer honest
+        sites in them sees less noise than ε says. At 1 each reply has all of the noise.
     local
         Local inference that gives tilted moments; by default `NestedLaplace`.
     tolerance, damping, structure
@@ -77,17 +91,34 @@ def PrivateEP(
 
     Notes
     -----
-    The guarantee is local and for everything that one client holds: whatever a server asks in a run, and even if it
-    lies about q, the replies of a client are (ε, δ)-differentially private under replacing all of its data. Where the
-    local computation fails, the old site is released with noise, since failing depends on the data too. The noise comes
-    from the operating system and not from the request's seed, which the server chose and could use to subtract it:
-    **equal seeds do not give equal numbers here**.
+    The guarantee is for everything that one client holds: whatever a server asks in a run, and even if it lies about q,
+    what it sees is (ε, δ)-differentially private under replacing all of the client's data. Where the local computation
+    fails, the old site is released with noise, since failing depends on the data too. The noise comes from the
+    operating system and not from the request's seed, which the server chose and could use to subtract it: **equal seeds
+    do not give equal numbers here**.
+
+    *Why a single reply is private* (`shared_by` = 1). A client's v_k follows from its data and from what it was asked:
+    its cavity is q over its own site without noise, which is such a number too. So s_k is a Gaussian mechanism of
+    sensitivity 2 C. What it sends is the change of s_k against what it told before, which follows from its earlier
+    releases and the server's own steps.
+
+    *Why a sum is private* (n = `shared_by` > 1). Masks let a server, and sites that help it, see the sum of the s_k
+    over all honest sites of a cohort, and nothing else of them. If one client's data are replaced, and all sums so far
+    are given, no other client's v_k changes: it follows from that client's data and from what was asked, which follows
+    from the sums. So the sum is a Gaussian mechanism of sensitivity 2 C, and its noise has an sd of at least z C if at
+    least n of the cohort are honest. This is why a cavity has no noise of the client's own in its site: of the others'
+    noise the sum tells something, and v_k would then move with it. It is also why a reply is then s_k and no change: a
+    server that had two sites take different steps would see one's earlier release in the difference. All take part in
+    every round, so that the server knows the sum of the sites in q. Against the server alone the multiplier is
+    z √(K / n). Each reply is rounded to multiples of 2⁻⁶⁰ under masks, 10⁻¹² times the least noise that is allowed.
 
     The count of releases is the client's personal state. At a site of Flower's it lies in the site's folder and counts
     over all runs; who deletes it grants the budget anew. In one process it counts one run, and lies in that run's
     checkpoint: an earlier checkpoint that is put back grants again what was released since. A reply that is lost on the
-    way was a release. ``fit.idata["rounds"]["epsilon"]`` takes every client to have released once in every round so
-    far, and never more than `releases` times.
+    way was a release. What q holds of a client lies beside the count. A client that has lost it takes no further
+    part in the run, since q still holds its old site, which it would count twice; it can in a new run.
+    ``fit.idata["rounds"]["epsilon"]`` takes every client to have released once in every round so far, and never more
+    than `releases` times; ``"epsilon_alone"`` is the same against a server that no site helps.
 
     The noise widens the posterior: its variance in the means, ``fit.idata["fit"]["noise_sd"]`` squared, is part of
     q's. What the noise does to q's precision is not, and stays below half of it in a round.
@@ -99,14 +130,21 @@ def PrivateEP(
     ----------
     .. [1] Dwork, Roth (2014), The algorithmic foundations of differential privacy, appendix A.
     .. [2] Vehtari et al. (2020), Expectation propagation as a way of life, JMLR 21.
+    .. [3] Kairouz, Liu, Steinke (2021), The distributed discrete Gaussian mechanism for federated learning with secure
+       aggregation, ICML.
     """
     limits = tol.LEAST_SETTING, tol.MOST_SETTING
     clip = settings.between("clip", clip, *limits, "[]", "it is in posterior sds")
     noise_multiplier = settings.between("noise_multiplier", noise_multiplier, *limits, "[]")
     releases = settings.whole("releases", releases)
     delta = settings.between("delta", delta, 0, 1, hint="take it well below 1 / number of clients")
+    mechanism = Mechanism(clip, noise_multiplier, releases, delta, settings.whole("shared_by", shared_by))
+    least, most = tol.MASKED_SDS
+    if mechanism.shared_by > 1 and not least <= min(clip, mechanism.sd) <= max(clip, mechanism.sd) <= most:
+        numbers = f"clip={clip:g} with noise of sd {mechanism.sd:.3g}"
+        raise DeclarationError(f"{numbers}: under masks both must be between {least:g} and {most:g} posterior sds.")
     matching = ep.checked(local, tolerance, damping, structure)
-    inference, mechanism = matching.local, Mechanism(clip, noise_multiplier, releases, delta)
+    inference = matching.local
     return contracts.Algorithm[PrivateEPState, PrivateEPClientState](
         name="PrivateEP",
         settings=settings.described(matching, **mechanism._asdict()),
@@ -115,35 +153,39 @@ def PrivateEP(
         update_client=functools.partial(_update_client, matching=matching, mechanism=mechanism, normals=_normals),
         update_server=functools.partial(private_step, mechanism=mechanism, matching=matching),
         replies=contracts.Replies(
-            lambda state: {"site": (length(state.sites.structure),)}, functools.partial(_reject, mechanism=mechanism)
+            lambda state: {"site": (length(state.structure),)},
+            functools.partial(_reject, mechanism=mechanism),
+            summed=contracts.always,
         ),
         result=contracts.Result(
             _final_message,
-            functools.partial(draw_target, local=inference),
-            contracts.Posterior(lambda state: widened(state.sites.q, state)),
-            lambda state: {
-                "last_change": (("rows",), state.ep.steps.last_change),
-                "noise_sd": (("rows",), noise_sd(state)),
-            },
+            functools.partial(_draw, matching=matching),
+            contracts.Posterior(lambda state: widened(state.q, state.noise)),
+            lambda state: {"last_change": (("rows",), state.last_change), "noise_sd": (("rows",), noise_sd(state))},
             tests_convergence=True,
-            reads_personal=False,  # a count of releases
         ),
         needs=contracts.Needs(inference.check),
-        disclosure=contracts.Disclosure(at_target, noise_multiplier, concludes=at_target),
+        disclosure=contracts.Disclosure(_asks, noise_multiplier, concludes=_asks, shared_by=mechanism.shared_by),
         persistent=True,
     )
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, matching: ep.Matching) -> PrivateEPState:
-    start = ep.init(layout, clients, rng, matching=matching, warm=False)
-    return PrivateEPState(start, 0, np.zeros(len(clients)), np.zeros((layout.size, layout.size)))
+class Mechanism(NamedTuple):
+    """Settings that both sides know."""
+
+    clip: float
+    noise_multiplier: float
+    releases: int
+    delta: float
+    shared_by: int = 1
+
+    @property
+    def sd(self) -> float:
+        """Standard deviation of a client's noise in every number."""
+        return self.noise_multiplier * self.clip / float(np.sqrt(self.shared_by))
 
 
-def _broadcast(state: PrivateEPState, client_id: str, *, mechanism: Mechanism) -> Message:
-    """EP's message, and the weight of a site's precision against its linear in the norm that is clipped."""
-    weight = precision_weight(state.sites, mechanism)
-    target = pack_target(state.sites.q, _sites.cavity(state.sites, client_id), state.ep.prior_share)
-    return {**target, "precision_weight": np.array(weight)}
+# The client's part ----------------------------------------------------------------------------------------------------
 
 
 def _update_client(
@@ -156,66 +198,97 @@ def _update_client(
     mechanism: Mechanism,
     normals: Callable[[int], Array],
 ) -> ClientUpdate[PrivateEPClientState]:
-    """Release one noised vector."""
+    """Release one noised vector. Whatever is refused here is seen in the message and in earlier ones, not in data."""
     spent = 0 if personal is None else personal.releases
     if spent >= mechanism.releases:
         raise LocalFailure(f"all releases={mechanism.releases} of this client are used up; more would cost privacy")
-    target = unpack_target(client, message)
-    form = _sites.structure_of(matching.structure, client.layout)
-    weight = float(message["precision_weight"])
-    if not (gaussian.is_proper(target.global_) and 0 < weight < np.inf):  # by the server: this discloses no data
+    q, form = q_of(message), _sites.structure_of(matching.structure, client.layout)
+    weight, share = float(message["precision_weight"]), float(message["prior_share"])
+    if not (gaussian.is_proper(q) and 0 < weight < np.inf):
         raise LocalFailure("the q that came is not positive definite, or its 'precision_weight' is not positive")
-    site = _site(target, frame_of(target.global_, form, weight), matching.local, rng)
-    noised = privacy.clipped(site, mechanism.clip) + mechanism.sd * normals(len(site))
-    return ClientUpdate(PrivateEPClientState(spent + 1), {"site": noised})
+    held = _in_q(personal, message, form)
+    frame = frame_of(q, form, weight)
+    site = _site(client, q, site_of(held[0], form), share, frame, matching.local, rng)
+    bounded = privacy.clipped(site, mechanism.clip)
+    noised = bounded + mechanism.sd * normals(len(site))
+    told = whiten(frame, *site_of(held[1], form))  # zero where noise is shared, and a reply is no change
+    sent = np.concatenate(unwhiten(frame, np.stack([bounded, noised if mechanism.shared_by == 1 else 0 * noised])), 1)
+    about = float(message["run"]), int(message["round"]), int(message["counted"])
+    return ClientUpdate(PrivateEPClientState(spent + 1, *about, held, sent), {"site": noised - told})
 
 
-def _final_message(state: PrivateEPState, client_id: str) -> Message:
-    """As in EP, widened by the noise."""
-    sites, share = state.sites, state.ep.prior_share
-    q, cavity = (widened(g, state) for g in (sites.q, _sites.cavity(sites, client_id)))
-    return pack_target(q, cavity, share if client_id in sites.where else 0.0)
+def _in_q(personal: PrivateEPClientState | None, message: Message, form: Structure) -> Array:
+    """What q holds of the client, (2, n), after the step that the server took of its last reply that counted."""
+    run, number, counted, step = (float(message[name]) for name in ("run", "round", "counted", "step"))
+    if not (np.isfinite(run) and 0 <= counted < number < np.inf and 0 <= step <= 1):
+        raise LocalFailure(f"round {number:g} after {counted:g}, with step {step:g}, is none: steps are from 0 to 1")
+    if counted == 0:
+        return np.zeros((2, length(form)))
+    if personal is not None and (personal.run, personal.sent.shape) == (run, (2, length(form))):
+        if counted == personal.round:
+            return np.asarray(personal.held + step * (personal.sent - personal.held))
+        if counted == personal.counted:  # the last reply did not count
+            return personal.held
+    raise LocalFailure("what q holds of this client is not what it has kept of this run; begin a new run")
 
 
-def _site(target: Target, frame: Frame, local: LocalInference, rng: Rng) -> Array:
-    """The client's new site as a vector; the old one, which the server knows, where local inference fails."""
-    old = whiten(frame, *gaussian.quotient(target.global_, target.cavity))
+def _site(
+    client: ClientView, q: Gaussian, held: Gaussian, share: float, frame: Frame, local: LocalInference, rng: Rng
+) -> Array:
+    """The client's new site as a vector; what q holds of its data where the cavity or local inference is of no use."""
+    old = whiten(frame, *held)
     try:
-        moments = local.tilted(target, rng)
+        moments = local.tilted(Target(client, q, gaussian.quotient(q, held), share), rng)
         covariance = np.asarray(np.linalg.inv(moments.precision), dtype=np.float64)
         tilted = structure.project(moments.mean, covariance, frame.form)
         return old + whiten(frame, tilted.linear - frame.q.linear, tilted.precision - frame.q.precision)
     except Exception:  # any: failing depends on the data, and a refusal would disclose it
-        logger.warning("client %s: local computation failed, its old site is sent with noise", target.client.client_id)
-        logger.debug("client %s failed", target.client.client_id, exc_info=True)
+        logger.warning("client %s: local computation failed, its old site is sent with noise", client.client_id)
+        logger.debug("client %s failed", client.client_id, exc_info=True)
         return old
 
 
-def _reject(state: PrivateEPState, reply: Message, *, mechanism: Mechanism) -> str | None:
-    """A clipped vector with noise has a bounded norm, but for a probability below 10⁻²⁰."""
-    norm = float(np.linalg.norm(reply["site"]))
-    limit = mechanism.clip + tol.NOISE_NORM * mechanism.sd * np.sqrt(length(state.sites.structure))
-    was_not = (
-        f"'site' has norm {norm:.3g}, above clip + {tol.NOISE_NORM} noise sds √length = {limit:.3g}: it was not clipped"
-    )
-    return was_not if norm > limit else None
+def _asks(layout: Layout, message: Message) -> Asked:
+    """What a request asks: moments about the mean of q. The cavity is q over a site that the client keeps."""
+    none, q = np.zeros((0, layout.size)), q_of(message)
+    return Asked(none, none, ((q, q),))
 
 
-# The server's part of private EP: noised sites, and the covariance of their noise in q --------------------------------
+def _draw(
+    client: ClientView,
+    personal: PrivateEPClientState | None,
+    message: Message,
+    draws: int,
+    chains: int,
+    rng: Rng,
+    *,
+    matching: ep.Matching,
+) -> Draws:
+    """Draws of (φ, θ_k) from the tilted distribution, as in EP, widened by the noise."""
+    q, form, noise = q_of(message), _sites.structure_of(matching.structure, client.layout), message["noise"]
+    cavity = gaussian.quotient(q, site_of(_in_q(personal, message, form)[0], form))
+    q, cavity = (widened(g, gaussian.unpack_triangle(np.asarray(noise, dtype=float))) for g in (q, cavity))
+    return matching.local.draw(Target(client, q, cavity, float(message["prior_share"])), draws, chains, rng)
+
+
+# The server's part: q moves by the sum of noised sites, with the covariance of their noise in it ----------------------
 
 
 class PrivateEPState(NamedTuple):
-    """What the next round needs: EP's state, and its noise."""
+    """What the next round needs: q, what of each client is in it, and its noise. No client's site is here."""
 
-    ep: EPState
+    run: float  # names this run
+    where: Mapping[str, int]  # client id to its row
+    structure: Structure
+    prior: Gaussian
+    prior_share: float  # 1 / K when the prior is not Gaussian
+    q: Gaussian
     rounds: int  # each client has released at most once in each
     replies: Array  # (K,) how many arrived
+    counted: Array  # (K,) round of the last one
+    steps: Array  # (K,) that q took of that one
     noise: Array  # (m, m) covariance that the clients' noise gives q's linear, about its mean
-
-    @property
-    def sites(self) -> Sites:
-        """The server's ledger."""
-        return self.ep.sites
+    last_change: Array  # (m,) of a mean or a log sd in the last round, in posterior sds, before damping
 
 
 class PrivateEPInfo(NamedTuple):
@@ -226,98 +299,165 @@ class PrivateEPInfo(NamedTuple):
     change_sd: float  # largest |Δ log sd|, before damping
     damping: float
     noise: float  # largest sd of a mean through the noise, in units of q's sd
-    epsilon: float  # of any one client so far: one release a round, and no more than `releases`
+    epsilon: float  # of any one client so far, against the server and all sites but `shared_by`
+    epsilon_alone: float  # against the server alone; the same where it may see single replies
 
 
-class Mechanism(NamedTuple):
-    """Settings that both sides know."""
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, matching: ep.Matching) -> PrivateEPState:
+    _sites.say_if_large(layout, "PrivateEP")
+    none = np.zeros(len(clients))
+    return PrivateEPState(
+        run=float(rng.integers(2**53)),
+        where={client_id: k for k, client_id in enumerate(clients)},
+        structure=_sites.structure_of(matching.structure, layout),
+        prior=layout.prior,
+        prior_share=0.0 if layout.prior_is_gaussian else 1.0 / len(clients),
+        q=layout.prior,
+        rounds=0,
+        replies=none,
+        counted=none,
+        steps=none,
+        noise=np.zeros((layout.size, layout.size)),
+        last_change=np.full(layout.size, np.nan),
+    )
 
-    clip: float
-    noise_multiplier: float
-    releases: int
-    delta: float
 
-    @property
-    def sd(self) -> float:
-        """Standard deviation of the noise in every number."""
-        return self.noise_multiplier * self.clip
+def _broadcast(state: PrivateEPState, client_id: str, *, mechanism: Mechanism) -> Message:
+    """What a client is told in the end, too, and the weight of precisions in the norm that is clipped."""
+    return {**_told(state, client_id), "precision_weight": np.array(precision_weight(state, mechanism))}
 
 
-def precision_weight(sites: Sites, mechanism: Mechanism) -> float:
+def _final_message(state: PrivateEPState, client_id: str) -> Message:
+    """What a request has, and the covariance of the noise, by which a client widens q and its cavity."""
+    return {**_told(state, client_id), "noise": gaussian.pack_triangle(state.noise)}
+
+
+def _told(state: PrivateEPState, client_id: str) -> Message:
+    """q, and what was made of the client's last reply that counted: under masks the same for all."""
+    k = state.where.get(client_id)
+    counted, step, share = (0.0, 0.0, 0.0) if k is None else (state.counted[k], state.steps[k], state.prior_share)
+    numbers = {"prior_share": share, "run": state.run, "round": state.rounds + 1, "counted": counted, "step": step}
+    q = {"global_linear": state.q.linear, "global_precision": gaussian.pack_triangle(state.q.precision)}
+    return {**q, **{name: np.array(float(value)) for name, value in numbers.items()}}
+
+
+def _reject(state: PrivateEPState, reply: Message, *, mechanism: Mechanism) -> str | None:
+    """A clipped vector with noise has a bounded norm, but for a probability below 10⁻²⁰; so has a change of some."""
+    norm = float(np.linalg.norm(reply["site"]))
+    bound = mechanism.clip + tol.NOISE_NORM * mechanism.sd * np.sqrt(length(state.structure))
+    limit = bound * (tol.MOST_CHANGED if mechanism.shared_by == 1 else 1.0)
+    return f"'site' has norm {norm:.3g}, above {limit:.3g}: it was not clipped" if norm > limit else None
+
+
+def precision_weight(state: PrivateEPState, mechanism: Mechanism) -> float:
     """The weight with which a round's noise stays below half of q's precision, at most √K.
 
     The noise of K precisions, a symmetric matrix, has a norm of about √(2 m K) times an entry's. A site has about 1 / K
     of q's precision and moves its mean by 1 / √K sds: with weight √K both have equal shares of the norm.
     """
-    m, count = sites.structure.size, len(sites.where)
+    m, count = state.structure.size, len(state.where)
     return float(np.clip(mechanism.sd / tol.NOISE_OF_PRECISION * np.sqrt(2 * m * count), 1.0, np.sqrt(count)))
 
 
 def noise_sd(state: PrivateEPState) -> Array:
     """Sd of each mean of q through the clients' noise."""
-    covariance = gaussian.covariance(state.sites.q)
+    covariance = gaussian.covariance(state.q)
     return np.asarray(np.sqrt(np.diagonal(covariance @ state.noise @ covariance)))
 
 
-def widened(g: Gaussian, state: PrivateEPState) -> Gaussian:
-    """Add the variance of the mean by the noise; an improper g stays."""
+def widened(g: Gaussian, noise: Array) -> Gaussian:
+    """Add the variance of the mean by the noise (m, m) in the linear; an improper g stays."""
     if not gaussian.is_proper(g):
         return g
     covariance = gaussian.covariance(g)
-    return gaussian.from_moments(gaussian.mean(g), covariance + covariance @ state.noise @ covariance)
+    return gaussian.from_moments(gaussian.mean(g), covariance + covariance @ noise @ covariance)
 
 
 def private_step(
     state: PrivateEPState, received: Received, *, mechanism: Mechanism, matching: ep.Matching
 ) -> tuple[PrivateEPState, Report]:
-    """Replace or average the sites of the clients that replied, with the noise and ε so far."""
-    tolerance, largest = matching.tolerance, matching.damping
-    replies, sites, rounds, counts = received.each, state.sites, state.rounds + 1, state.replies.copy()
-    spent = privacy.epsilon(mechanism.noise_multiplier, min(rounds, mechanism.releases), mechanism.delta)
-    if not replies:
-        info = PrivateEPInfo("private EP", 0.0, 0.0, state.ep.steps.damping, _relative(state), spent)
-        return state._replace(rounds=rounds), Report(info)
-    rows, m, weight = _sites.indices(sites, replies), sites.structure.size, precision_weight(sites, mechanism)
-    counts[rows] += 1
-    fresh = mechanism.sd * float(np.sqrt(len(rows)))  # noise of this round in a mean, in posterior sds
-    vectors = np.stack([np.asarray(reply["site"], dtype=float) for reply in replies.values()])
-    linear, packed = unwhiten(frame_of(sites.q, sites.structure, weight), vectors)
+    """Move q by a step along the summed change, with the noise and ε so far; nothing where nobody replied."""
+    state = state._replace(rounds=state.rounds + 1)
+    epsilons = _spent(state, mechanism)
+    rows = [state.where[client_id] for client_id in received.names]
+    if not rows:
+        return state, Report(PrivateEPInfo("private EP", 0.0, 0.0, matching.damping, _relative(state), *epsilons))
+    q, m, count, weight = state.q, state.structure.size, len(state.where), precision_weight(state, mechanism)
+    replies, counted, steps = state.replies.copy(), state.counted.copy(), state.steps.copy()
+    replies[rows] += 1
+    change = _summed_change(state, received.sums()["site"], weight, mechanism)
     # Sites are replaced in the first half of the releases, and averaged with their noise in the second. A round's noise
     # takes at most half of q's precision.
-    late = max(float(counts[rows].mean()) - max(mechanism.releases // 2, 1), 0.0)
-    averaging = max(1 / (1 + late), shortest_step(len(counts)))
-    damping = min(largest, averaging, tol.NOISE_OF_PRECISION * weight / (fresh * float(np.sqrt(2 * m))))
-    # A step below the shortest leaves q as it is.
-    outcome = Outcome(state.ep, EPInfo("EP", damping=0.0))
-    if damping >= shortest_step(len(counts)):
-        outcome = damped_step(
-            state.ep._replace(steps=state.ep.steps._replace(damping=damping)),
-            rows,
-            linear - sites.linear[rows],
-            packed - sites.precision[rows],
-            mc_errors=np.full(len(rows), mechanism.sd),
-            skewness=np.zeros((len(rows), m)),
-            tolerance=tolerance,
-            largest=largest,
-        )
-    step = outcome.info
-    remaining = 1 - len(rows) / len(counts) * (1 - (1 - step.damping) ** 2)
-    noise = remaining * state.noise + (step.damping * fresh) ** 2 * sites.q.precision
-    after = PrivateEPState(outcome.state, rounds, counts, noise)
-    info = PrivateEPInfo("private EP", step.change_mean, step.change_sd, step.damping, _relative(after), spent)
+    fresh = mechanism.sd * float(np.sqrt(len(rows)))  # noise of this round in a mean, in posterior sds
+    late = max(float(replies[rows].mean()) - max(mechanism.releases // 2, 1), 0.0)
+    averaging = max(1 / (1 + late), shortest_step(count))
+    longest = min(matching.damping, averaging, tol.NOISE_OF_PRECISION * weight / (fresh * float(np.sqrt(2 * m))))
+    step, moved = _longest_proper(q, change, longest, shortest_step(count))
+    counted[rows], steps[rows] = state.rounds, step
+    remaining = 1 - len(rows) / count * (1 - (1 - step) ** 2)
+    after = state._replace(
+        q=moved,
+        replies=replies,
+        counted=counted,
+        steps=steps,
+        noise=remaining * state.noise + (step * fresh) ** 2 * q.precision,
+    )
+    shift, stretch = _moves(q, moved, step)
+    if step:
+        after = after._replace(last_change=np.maximum(shift, stretch))
+    largest = float(np.max(shift)), float(np.max(stretch))
+    info = PrivateEPInfo("private EP", *largest, step, _relative(after), *epsilons)
     by_noise = tol.NOISE_SDS * fresh  # of a mean; a log sd changes by half of a precision
+    tolerance = matching.tolerance
     arrived = info.change_mean <= max(tolerance, by_noise) and info.change_sd <= max(tolerance, 0.5 * by_noise / weight)
     return after, Report(info, *_judge(after, info, arrived, mechanism))
 
 
+def _summed_change(state: PrivateEPState, total: Array, weight: float, mechanism: Mechanism) -> Gaussian:
+    """The sum of the changes of all sites that replied, as natural parameters with a full precision."""
+    linear, packed = unwhiten(frame_of(state.q, state.structure, weight), np.asarray(total, dtype=float)[None])
+    change = Gaussian(linear[0], structure.unpack_precision(packed[0], state.structure))
+    # Replies under shared noise are sites, of all clients.
+    return change if mechanism.shared_by == 1 else gaussian.quotient(change, gaussian.quotient(state.q, state.prior))
+
+
+def _longest_proper(q: Gaussian, change: Gaussian, longest: float, shortest: float) -> tuple[float, Gaussian]:
+    """The step, halved until q is positive definite, and q after it; 0 and q as it is below the shortest."""
+    step = longest
+    while step >= shortest:
+        moved = Gaussian(q.linear + step * change.linear, q.precision + step * change.precision)
+        if gaussian.is_proper(moved):
+            return step, moved
+        step /= 2
+    return 0.0, q
+
+
+def _moves(q: Gaussian, moved: Gaussian, step: float) -> tuple[Array, Array]:
+    """Moves of means and log sds (m,), in posterior sds, before damping."""
+    sd, new_sd = gaussian.standard_deviations(q), gaussian.standard_deviations(moved)
+    undamped = step or 1.0
+    return np.abs(gaussian.mean(moved) - gaussian.mean(q)) / sd / undamped, np.abs(np.log(new_sd / sd)) / undamped
+
+
+def _spent(state: PrivateEPState, mechanism: Mechanism) -> tuple[float, float]:
+    """ε of a client so far: against the server and all sites but `shared_by`, and against the server alone."""
+    count, z = min(state.rounds, mechanism.releases), mechanism.noise_multiplier
+    more = len(state.where) / mechanism.shared_by if mechanism.shared_by > 1 else 1.0
+    spent, alone = (privacy.epsilon(one, count, mechanism.delta) for one in (z, z * float(np.sqrt(more))))
+    return spent, alone
+
+
 def _relative(state: PrivateEPState) -> float:
     """Largest sd of a mean through the noise, in posterior sds."""
-    return float(np.max(noise_sd(state) / gaussian.standard_deviations(state.sites.q)))
+    return float(np.max(noise_sd(state) / gaussian.standard_deviations(state.q)))
 
 
 def _judge(state: PrivateEPState, info: PrivateEPInfo, arrived: bool, mechanism: Mechanism) -> tuple[Status, str]:
     """Status and message: done when the releases are used up, converged if q has arrived as far as the noise shows."""
     spent = f"ε = {info.epsilon:.3g} at δ = {mechanism.delta:g} so far for all the data of one client"
+    if mechanism.shared_by > 1:
+        helpers = len(state.where) - mechanism.shared_by
+        spent += f", against the server with {helpers} sites; {info.epsilon_alone:.3g} against the server alone"
     change = max(info.change_mean, info.change_sd)
     few = "no damped step keeps q positive definite: too much noise for so few clients; lower clip="
     hidden = f"the noise, {info.noise:.2g} posterior sds, hides whether q arrived; enrol more clients"
@@ -374,3 +514,8 @@ def unwhiten(frame: Frame, vectors: Array) -> tuple[Array, Array]:
     precision = factor @ structure.unpack_precision(vectors[:, m:] / frame.weights, frame.form) @ factor.T
     linear = vectors[:, :m] @ factor.T + precision @ frame.mean
     return linear, _sites.in_structure(precision, frame.form)
+
+
+def site_of(numbers: Array, form: Structure) -> Gaussian:
+    """Natural parameters (m + p,) with a full precision."""
+    return Gaussian(numbers[: form.size], structure.unpack_precision(numbers[form.size :], form))
