@@ -227,19 +227,27 @@ def _agreed(model: FederatedModel, clients: Mapping[Any, Any], min_count: int, w
 
 
 def of_told(
-    model: FederatedModel, summaries: Mapping[str, Mapping[str, Told]], withheld: str, *, believed: bool = True
+    model: FederatedModel,
+    summaries: Mapping[str, Mapping[str, Told]],
+    withheld: str,
+    *,
+    believed: bool = True,
+    order: Mapping[str, Sequence[str]] | None = None,
 ) -> Agreed:
-    """The agreement from clients' summaries, whose numbers of rows are bounded unless `believed`."""
+    """The agreement from clients' summaries, whose numbers of rows are bounded unless `believed`.
+
+    Columns in `order`, by default all of formula(levels=), have all their levels, whether or not rows have them.
+    """
     declared = _formula(model)
     terms, outcomes, what = declared.terms, declared.terms.response.columns, asked(declared)
     agreement = agreed(
         summaries,
-        declared.levels,
+        declared.levels if order is None else order,
         others=withheld == "other",
         unscaled=what.unscaled,
         closed=outcomes,
         constant={*terms.columns, *outcomes[1:]} - terms.varying,  # offsets, trials
-        listed=declared.orders,
+        listed={**declared.orders, **declared.levels},
         believed=believed,
     )
     for name, order in declared.orders.items():
