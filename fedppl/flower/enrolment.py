@@ -346,8 +346,8 @@ def _agreed_in_sums(
         raise DeclarationError("counts of the cohort are none: a site has other code, or lies; ask sites one by one.")
     cohort = of_sum(built, counts, sums, max(min_count, *fewest))
     outcome = built.terms.response.columns[0]
-    order = {name: levels for name, levels in built.levels.items() if name == outcome}
-    return replace(of_told(model, {"the cohort": cohort}, withheld, order=order), clients=names)
+    fixed = {name: levels for name, levels in built.levels.items() if name == outcome}
+    return replace(of_told(model, {"the cohort": cohort}, withheld, fixed=fixed), clients=names)
 
 
 class _Asking(_Awaited[T]):

@@ -171,7 +171,8 @@ def _say_refused(what: str, name: str) -> None:
 def agree(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> Parcel:
     """Answer with the summary of columns by which clients agree on a formula, as far as the policy allows it."""
     name, load = node.client_id(config), functools.partial(node.load_data, config)
-    arrays, answer = {}, {"refused": _guard.REFUSED}
+    arrays: Message = {}
+    answer = {"refused": _guard.REFUSED}
     try:
         with _account_of(node, config) as guard:
             if node.secure is None:

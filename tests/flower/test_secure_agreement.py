@@ -84,9 +84,10 @@ def agree(grid: FakeGrid, model: Any = MODEL, clients: Any = 3, **keywords: Any)
 
 
 def words_of(grid: FakeGrid) -> list[np.ndarray]:
-    """Words that sites have sent before a run."""
-    contents = [from_content(reply.content)[0] for reply in grid.replies]
-    return [np.asarray(arrays[masks.WORDS]).view(np.uint64) for arrays in contents if masks.WORDS in arrays]
+    """Words that sites have sent before a run, by the sites' names."""
+    contents = [from_content(reply.content) for reply in grid.replies]
+    before = {texts["client_id"]: arrays for arrays, texts in contents if masks.WORDS in arrays and "version" in texts}
+    return [np.asarray(arrays[masks.WORDS]).view(np.uint64) for _, arrays in sorted(before.items())]
 
 
 def lines_of(folder: Path, name: str) -> list[dict[str, Any]]:
