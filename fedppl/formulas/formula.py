@@ -76,8 +76,8 @@ def formula(
         Orders of levels, by column: the first is the reference, also of a categorical response. By default levels are
         in the order of the tables' categories if these are equal at all clients, else in numerical or alphabetical
         order. An ordinal response of texts needs an order, unless tables have ordered categories (pandas'
-        ``ordered=True``, polars' ``Enum``). Sites that agree in sums under masks have no
-        levels but those that stand here.
+        ``ordered=True``, polars' ``Enum``). Sites that agree in sums under masks have no levels but
+        those that stand here.
     constants
         Names in the formula that are not columns, ``{"knots": [30, 50, 70]}``: numbers, and functions of single rows.
     weights
