@@ -126,7 +126,8 @@ class Policy:
         out where they are fewer. Rows are counted in multiples of it. The server may want more, not less. The
         first summary of a column is sent again, whatever the rows now are, until its file is deleted; a new summary,
         and each other agreement that the site is sent, counts as a request. ``inf``, or `epsilon`, tells only which
-        columns are texts.
+        columns are texts. Where sites agree in sums under masks the largest of their policies' counts, of the rows of
+        all: the server leaves rarer levels out of the agreement, and wants four times as many for a mean and an sd.
     changed_rows
         Fewest rows by which data may differ from those of an earlier answer, unless they are the same: answers about
         data that differ by a row reveal that row. 1 allows any difference; under an `epsilon` the rule is off.

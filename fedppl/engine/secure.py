@@ -6,7 +6,7 @@ r"""Sums over clients of which nobody sees the parts: fixed point in a ring of 6
 A client sends c_k, which is uniform over the ring for everybody who does not know all masks m_kj of k with the others.
 In the sum over the whole cohort they cancel; without one client it is as random as each part. Each number is two words:
 multiples of 2⁻²⁰, and of 2⁻⁶⁰ what these leave, so that the sum has the digits of float64. Two counts follow: numbers
-too large for the ring, and numbers that are not finite.
+too large for the ring, and numbers that are not finite. By 54 words a number sums of any size are exact (`wide`).
 
 A client has an identity (Ed25519) that the others know beforehand, and for each run a key (X25519) that its identity
 has signed, so that a server that passes keys on cannot put its own in between. Masks are a stream of ChaCha20 under a
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,8 +48,13 @@ Words = NDArray[np.uint64]
 Identity = ed25519.Ed25519PrivateKey  # a client's own: the others have its public part on their rosters
 
 _SUMMED = "use fedppl.Sums(), or another algorithm whose server reads sums alone, or leave secure= out."
+_NOISE = "masks of the cohort do not cancel: its members were not asked the same, or have other code"
 _COARSE, _FINE = 2.0**20, 2.0**60  # steps of the two words of a number, for each unit
 _WORD = 62  # bits that the sum of a word's parts may have, beside its sign
+_UNIT = 1 << 1074  # steps of a wide number, for each unit: every float64 is a whole number of them
+_LIMB = 40  # bits of a word of a wide number, so that those of 2²² clients add up; fewer bits take more words
+_LIMBS = math.ceil((1024 + 1074) / _LIMB)  # up to the largest float64
+WIDE = _LIMBS + 1  # words of a wide number: the last says that it is not finite
 
 
 class RunKey(NamedTuple):
@@ -193,6 +199,35 @@ def decoded(words: Words, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[s
     return total, int(numbers[-2]), int(numbers[-1])
 
 
+def wide(numbers: Sequence[float]) -> Words:
+    """Numbers of any size as words (54 n,), exactly: digits of base 2⁴⁰ with the number's sign.
+
+    >>> read_wide(wide([1e-300, 1e60]) + wide([2e-300, -2.5]), clients=2)
+    [3e-300, 1e+60]
+    """
+    words: list[int] = []
+    for number in numbers:
+        is_finite = math.isfinite(number)
+        above, below = float(number).as_integer_ratio() if is_finite else (0, 1)
+        steps, sign = abs(above) * (_UNIT // below), 1 if above >= 0 else -1
+        words += [sign * (steps >> (_LIMB * k) & ((1 << _LIMB) - 1)) for k in range(_LIMBS)] + [not is_finite]
+    return np.array(words, dtype=np.int64).view(np.uint64)
+
+
+def read_wide(words: Words, clients: int) -> list[float]:
+    """The numbers of a sum over clients, each rounded once; NaN where a part is not finite, and DeclarationError."""
+    numbers = []
+    for *digits, others in words.view(np.int64).reshape(-1, WIDE).tolist():
+        if not 0 <= others <= clients or any(abs(digit) > clients << _LIMB for digit in digits):
+            raise DeclarationError(f"{_NOISE}.")
+        steps = sum(digit << (_LIMB * k) for k, digit in enumerate(digits))
+        try:
+            numbers.append(math.nan if others else steps / _UNIT)
+        except OverflowError:
+            numbers.append(math.inf if steps > 0 else -math.inf)
+    return numbers
+
+
 def masked(member: Member, words: Words, number: int, asked: bytes = b"") -> tuple[Member, Words]:
     """Words under the masks of a round, and of what was `asked` of all; once, as a difference of two would be bare."""
     if number <= member.last:
@@ -215,7 +250,7 @@ def summed(parts: Mapping[str, Words], shapes: Mapping[str, tuple[int, ...]]) ->
     total, cut, missing = decoded(added(list(parts.values())), shapes)
     most = sum(map(len, parts.values()))
     if not (0 <= cut <= most and 0 <= missing <= most):
-        reason = "masks of the cohort do not cancel: its members were not asked the same, or have other code"
+        reason = _NOISE
     elif cut or missing:
         reason = f"{cut} numbers of the cohort are too large for its sum, and {missing} are not finite"
     else:

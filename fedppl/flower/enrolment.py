@@ -6,20 +6,23 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
+from fedppl.engine import secure as _secure
+from fedppl.flower import masks as _masks
 from fedppl.flower import site_agreement as _site
-from fedppl.flower.decode import checked_name
+from fedppl.flower.decode import checked_name, require, whole_number
 from fedppl.flower.messages import AGREE, HELLO, Letter, Post, from_content, read_letter, texts_of
 from fedppl.flower.wire import Terms, other_model, other_terms, other_version, shapes_of_hello, unpack_told
-from fedppl.formulas.agreement import Told
-from fedppl.formulas.exchange import asked
+from fedppl.formulas.exchange import asked, of_sum, sizes
 from fedppl.formulas.formula import Agreed, of_told
 from fedppl.model.declaration import FederatedModel
-from fedppl.settings import one_line, one_of, positive, shown, whole
+from fedppl.settings import flag, one_line, one_of, positive, shown, whole
 from fedppl.types import DeclarationError
 
 logger = logging.getLogger(__name__)
@@ -130,7 +133,7 @@ class _Awaited(Generic[T]):
             for said in ("error", "refused"):
                 if said in texts:
                     return one_line(texts[said])
-            return other_version(texts) or self._read(content, texts)
+            return other_version(texts) or self._read(content, {**texts, "client_id": client_id})
 
         found = read_letter(letter, read, self.cannot)
         why = found if isinstance(found, str) else self._take(node_id, client_id, found, nodes)
@@ -231,6 +234,7 @@ def agree(
     withheld: str = "other",
     wait: float = 600.0,
     poll: float = 0.25,
+    secure: bool = False,
 ) -> Agreed:
     """Have sites agree on levels and scales of a formula, inside a ServerApp, as `fedppl.agree` does for data here.
 
@@ -257,6 +261,11 @@ def agree(
         Seconds to wait for their answers.
     poll
         Seconds between two polls.
+    secure
+        Whether the server gets sums over all sites alone, which these add under masks (`client_app(secure=...)`): exact
+        numbers of rows, in all and at each level that ``formula(levels=...)`` names, and sums and sums of squares of
+        numbers. Then the largest `agreement` of the sites' policies is of the rows of all: levels of fewer are withheld
+        from the agreement, and columns of numbers need four times as many.
 
     Returns
     -------
@@ -268,7 +277,7 @@ def agree(
     DataError
         If columns do not fit together.
     DeclarationError
-        If sites are missing or refuse.
+        If sites are missing or refuse; where `secure`, for levels that are not named.
 
     Examples
     --------
@@ -286,7 +295,8 @@ def agree(
     none counts for more than the median of the others. `Agreed.strange` names a site whose figures are out of all
     proportion. Sites whose rows contradict the agreement take no part.
     A site whose rows have changed sends its first summary again, until ``<client>.told`` in its folder is deleted
-    (``site.told`` where its node config has no ``client-id``).
+    (``site.told`` where its node config has no ``client-id``). Secure sums do not bound what a site that lies adds, and
+    rows that have changed are summed anew, as another question.
     """
     if not isinstance(model, FederatedModel) or not _site.waits(model):
         raise DeclarationError(f"model={shown(model)} is no formula to agree on; pass fedppl.formula(...).")
@@ -294,29 +304,78 @@ def agree(
     one_of("withheld", withheld, ("error", "other"))
     positive("wait", wait, "it is in seconds"), positive("poll", poll, "it is in seconds")
     expected = expected_clients(clients)
+    post = Post(grid, poll, _GRACE)
+    if flag("secure", secure):
+        _secure.require_enough(expected if isinstance(expected, int) else len(expected))
+        return _agreed_in_sums(post, model, expected, min_count, withheld, wait)
     logger.info("sites whose policy has a file for approval know this question as the run %r", _site.named(model))
-    asking = _Asking(Post(grid, poll, _GRACE), expected, wait, {"min_count": str(min_count)})
-    told = asking.summaries(asked(model.builder).names)  # type: ignore[arg-type]
-    return of_told(model, told, withheld, believed=False)
+    names = asked(model.builder).names  # type: ignore[arg-type]
+    told = _Asking(
+        post, expected, wait, {"min_count": str(min_count)}, lambda content, texts: unpack_told(texts, names)
+    )
+    return of_told(model, told.of_all(), withheld, believed=False)
 
 
-class _Asking(_Awaited[dict[str, Told]]):
-    """Summaries of columns by client id, and the sites that still owe theirs."""
+def _agreed_in_sums(
+    post: Post, model: FederatedModel, expected: int | tuple[str, ...], min_count: int, withheld: str, wait: float
+) -> Agreed:
+    """Have sites greet, name the cohort to all, and read the sum of their summaries under its masks."""
+    built: Any = model.builder
+    counted, summed = sizes(built)
+    shapes = {_masks.WORDS: (counted + summed * _secure.WIDE,)}
+    question = {"run": _site.named(model)}
+
+    def greeting(content: RecordDict, texts: Mapping[str, str]) -> tuple[_secure.Greeting, int]:
+        return _masks.unpack_greeting(texts, texts["client_id"]), whole_number(texts, "fewest")
+
+    def part(content: RecordDict, texts: Mapping[str, str]) -> _secure.Words:
+        words = from_content(content, shapes)[0][_masks.WORDS]
+        require(words.dtype == np.int64, f"words of type {words.dtype}, expected int64")
+        return np.asarray(words).view(np.uint64)
+
+    told = _Asking(post, expected, wait, question, greeting).of_all()
+    greetings, fewest = zip(*told.values(), strict=True)
+    run = _site.of_cohort(question["run"], _secure.digest(greetings).hex())
+    logger.info("sites whose policy has a file for approval know this question as the run %r", run)
+    names = tuple(told)
+    parts = _Asking(post, names, wait, question | _masks.pack_cohort(greetings), part).of_all()
+    words = _secure.added(list(parts.values()))
+    sums = _secure.read_wide(words[counted:], len(names))
+    counts = words[:counted].view(np.int64).tolist()
+    if not all(0 <= count <= _masks.MOST_ROWS for count in counts):
+        raise DeclarationError("counts of the cohort are none: a site has other code, or lies; ask sites one by one.")
+    cohort = of_sum(built, counts, sums, max(min_count, *fewest))
+    outcome = built.terms.response.columns[0]
+    fixed = {name: levels for name, levels in built.levels.items() if name == outcome}
+    return replace(of_told(model, {"the cohort": cohort}, withheld, fixed=fixed), clients=names)
+
+
+class _Asking(_Awaited[T]):
+    """What sites tell about their columns by client id, and the sites that still owe it."""
 
     kind = AGREE
     doing, cannot = "told what clients have to agree on", "what it tells cannot be read"
-    names: Sequence[str] = ()  # of the columns
 
-    def summaries(self, names: Sequence[str]) -> dict[str, dict[str, Told]]:
+    def __init__(
+        self,
+        post: Post,
+        expected: int | tuple[str, ...],
+        wait: float,
+        question: Mapping[str, str],
+        read: Callable[[RecordDict, Mapping[str, str]], T],
+    ) -> None:
+        super().__init__(post, expected, wait, question)
+        self._read_answer = read
+
+    def of_all(self) -> dict[str, T]:
         """Ask until all expected clients have answered."""
-        self.names = names
         self._until_complete(lambda: self._call(self._post.nodes()))
         return dict(sorted(self.answers.items()))
 
-    def _read(self, content: RecordDict, texts: Mapping[str, str]) -> dict[str, Told]:
-        return unpack_told(texts, self.names)
+    def _read(self, content: RecordDict, texts: Mapping[str, str]) -> T:
+        return self._read_answer(content, texts)
 
-    def _take(self, node_id: int, client_id: str, answer: dict[str, Told], nodes: Mapping[int, str]) -> str | None:
+    def _take(self, node_id: int, client_id: str, answer: T, nodes: Mapping[int, str]) -> str | None:
         if client_id in self.answers:
             return "another site has told under this id"
         if not self._complete():

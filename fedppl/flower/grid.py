@@ -40,7 +40,7 @@ from fedppl.flower.enrolment import Roll, agree, expected_clients
 from fedppl.flower.messages import ASK, CONCLUDE, GREET, JOIN, Absent, Post, from_content, read_letter, texts_of
 from fedppl.flower.node import MOST_BYTES, read_told
 from fedppl.flower.site_agreement import waits
-from fedppl.formulas.exchange import example
+from fedppl.formulas.exchange import example, listed
 from fedppl.formulas.formula import is_formula
 from fedppl.model.declaration import FederatedModel
 from fedppl.results.fit import Fit
@@ -478,7 +478,7 @@ def server_app(
     federated_model, algorithm
         As at the sites.
     clients, example_data, wait, secure
-        As in `grid`. Sites whose sums are secure tell nothing of their columns: a formula has to be agreed on before.
+        As in `grid`.
     min_count, withheld
         As in `agree`, which is asked first where the declaration is a formula that clients have not agreed on.
     on_dropout
@@ -516,8 +516,7 @@ def server_app(
     require_declared(federated_model, algorithm)
     _checked(federated_model, example_data, clients, secure, wait=wait, deadline=deadline)
     if secure and waits(federated_model):
-        remedy = "Pass the model of fedppl.agree on made-up tables with all levels, here and at the sites."
-        raise DeclarationError(f"secure=True: a formula is agreed on in the clear, and this one is not yet. {remedy}")
+        listed(federated_model.builder)  # type: ignore[arg-type]
     whole("min_count", min_count), one_of("withheld", withheld, ("error", "other"))
     one_of("on_dropout", on_dropout, ("stop", "new cohort"))
     require_settings(Options(rounds, None, participation, None, checkpoint or None, deadline))
@@ -534,7 +533,8 @@ def server_app(
         chosen = {name: context.run_config.get(name, value) for name, value in chosen.items()}
         expected, patience, model = chosen.pop("clients"), float(chosen.pop("wait")), federated_model
         if waits(model):
-            found = agree(flower_grid, model, clients=expected, min_count=min_count, withheld=withheld, wait=patience)
+            rules: dict[str, Any] = {"min_count": min_count, "withheld": withheld, "secure": secure}
+            found = agree(flower_grid, model, clients=expected, wait=patience, **rules)
             expected, model = found.clients, found.model
         chosen["checkpoint"] = chosen["checkpoint"] or None
         while True:

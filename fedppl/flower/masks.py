@@ -26,9 +26,10 @@ from fedppl.numerics.streams import client_seed
 from fedppl.types import Array, DeclarationError
 
 WORDS = "words"  # the one array of a masked reply
-_MOST_ROWS = 2**53  # of a cohort
+MOST_ROWS = 2**53  # of a cohort
 _MOST_COUNTS = 2**16  # bytes of a part
 COUNTS = b"counts"  # what the words of a cohort's first sum are about
+COLUMNS = b"columns"  # and those of the sum by which its members agree on a formula
 
 
 # A site's part --------------------------------------------------------------------------------------------------------
@@ -43,17 +44,19 @@ class Place(NamedTuple):
     counts: Array  # of rows and outcomes, summed over the cohort; empty before the members' parts have come
 
 
-def greet(files: Path, folder: Path, texts: Mapping[str, str]) -> dict[str, str]:
-    """A site's greeting for a run. It is the same whenever it is asked, and depends on no data."""
+def greet(files: Path, folder: Path, texts: Mapping[str, str], words: secure.Words | None = None) -> dict[str, str]:
+    """A site's greeting for a run: the same whenever it is asked, of no data, or of the words that it will hide."""
     here = site.read(files)
-    return _packed(secure.greeting(_key(here, folder, _run(texts))))
+    return _packed(secure.greeting(_key(here, folder, _run(texts), words)))
 
 
-def place(files: Path, folder: Path, run: str, greetings: Sequence[secure.Greeting]) -> Place:
+def place(
+    files: Path, folder: Path, run: str, greetings: Sequence[secure.Greeting], words: secure.Words | None = None
+) -> Place:
     """The site's place in a cohort all of whose members are on its roster, or DeclarationError with what is wrong."""
     here = site.read(files)
     try:
-        member = secure.joined(_key(here, folder, run), greetings, here.roster)
+        member = secure.joined(_key(here, folder, run, words), greetings, here.roster)
     except ValueError as error:  # among them keys that are no points of their curve
         if isinstance(error, DeclarationError):
             raise
@@ -85,7 +88,7 @@ def sum_of_parts(files: Path, at: Place, about: bytes, texts: Mapping[str, str])
 def counted(files: Path, at: Place, texts: Mapping[str, str]) -> Place:
     """The place with the cohort's counts, or DeclarationError."""
     counts = sum_of_parts(files, at, COUNTS, texts)
-    if np.any(counts < 0) or np.any(counts > _MOST_ROWS):
+    if np.any(counts < 0) or np.any(counts > MOST_ROWS):
         raise DeclarationError("the members' counts do not add up: they have other masks, or other data")
     return at._replace(counts=counts)
 
@@ -97,6 +100,11 @@ def asked_of(files: Path, at: Place, request: Request) -> None:
         raise DeclarationError(f"a request of client {request.client_id!r} for no reply, or not to {name!r}")
     if request.seed[-1:] != (client_seed(name),):
         raise DeclarationError("a seed that is not this site's: the others' part could stay while this one changes")
+
+
+def added(at: Place, words: secure.Words) -> Any:
+    """Arrays of the words of a summary of columns, of which there is one in a run."""
+    return {WORDS: secure.masked(at.member, words, 1, COLUMNS)[1].view(np.int64)}
 
 
 def quiet(algorithm: AnyAlgorithm) -> AnyAlgorithm:
@@ -128,9 +136,11 @@ def _run(texts: Mapping[str, str]) -> str:
     return checked_name(one_text(texts, "run"), "'run'")
 
 
-def _key(here: site.Site, folder: Path, run: str) -> secure.RunKey:
+def _key(here: site.Site, folder: Path, run: str, words: secure.Words | None = None) -> secure.RunKey:
     # The folder tells apart the apps of one identity: two accounts that do not know of each other have other masks.
-    return secure.derived_key(here.identity, here.name, run, str(folder.resolve()))
+    # So have other words, where there is one question alone: whatever is deleted at the site, no two have the same.
+    about = "" if words is None else f"\n{hashlib.sha256(words.tobytes()).hexdigest()}"
+    return secure.derived_key(here.identity, here.name, run, f"{folder.resolve()}{about}")
 
 
 def _about(at: Place, about: bytes) -> bytes:

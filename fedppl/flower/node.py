@@ -170,18 +170,21 @@ def _say_refused(what: str, name: str) -> None:
 
 def agree(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> Parcel:
     """Answer with the summary of columns by which clients agree on a formula, as far as the policy allows it."""
-    name = node.client_id(config)
+    name, load = node.client_id(config), functools.partial(node.load_data, config)
+    arrays: Message = {}
     answer = {"refused": _guard.REFUSED}
     try:
         with _account_of(node, config) as guard:
             if node.secure is None:
-                load = functools.partial(node.load_data, config)
                 answer = _agreements.tell(node.model, load, name, texts, memory, guard)
             else:
-                _refuse(guard, {"event": "agreement"}, "sums: a summary of columns would leave in the clear")
+                assert guard is not None  # `client_app` wants a folder beside secure=
+                versions = functools.partial(data_versions, memory, name, rules=node.policy)
+                here = _agreements.Here(name, *_files(node), memory, guard, versions)
+                arrays, answer = _agreements.add(node.model, load, texts, here)
     except Exception:
         _say_refused("client %s tells nothing", name)
-    return {}, {"client_id": name, "version": version("fedppl"), **answer}
+    return arrays, {"client_id": name, "version": version("fedppl"), **answer}
 
 
 def greet(node: Node, config: Mapping[str, Any], texts: Mapping[str, str]) -> Parcel:

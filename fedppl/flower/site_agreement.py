@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedppl.data import frames
-from fedppl.engine import policy
-from fedppl.engine.guard import REFUSED, Guard, admit_agreement, may_tell, note, refuse_agreement
-from fedppl.flower.decode import Malformed, whole_number
+from fedppl.engine import policy, secure
+from fedppl.engine.guard import REFUSED, Guard, admit_agreement, admit_cohort, may_tell, note, refuse_agreement
+from fedppl.flower import masks
+from fedppl.flower.decode import Malformed, Parcel, whole_number
 from fedppl.flower.wire import digest, pack_agreement, pack_told, unpack_agreement
 from fedppl.formulas import exchange
 from fedppl.formulas.agreement import OTHER, Agreement, Told, raised
@@ -52,6 +54,11 @@ def columns(model: FederatedModel, loaded: Any, data: Any) -> Mapping[str, Any]:
     """The data that tell rows apart: a formula's columns as loaded, else the builder's arrays; empty for a summary."""
     if not is_formula(model):
         return data if isinstance(data, Mapping) else {}
+    return _columns_of(model, loaded)
+
+
+def _columns_of(model: FederatedModel, loaded: Any) -> dict[str, Any]:
+    """The formula's columns as loaded."""
     if not _is_table(loaded):
         return {}
     table = frames.of_formula(loaded, "this site")
@@ -151,6 +158,88 @@ def _again(kept: list[Any], site_fewest: float, fewest: float) -> Told:
     return raised(column, fewest)
 
 
+# In a sum under masks -------------------------------------------------------------------------------------------------
+
+
+class Here(NamedTuple):
+    """A site whose summary of columns leaves in a sum alone."""
+
+    site_id: str
+    files: Path  # of its identity and roster
+    folder: Path
+    memory: Memory
+    guard: Guard
+    versions: Callable[[Mapping[str, Any]], tuple[str | None, dict[str, bytes]]]  # a rule on changed data, and files
+
+
+def add(model: FederatedModel, data: Callable[[], Any], texts: Mapping[str, str], here: Here) -> Parcel:
+    """Greet for a sum of summaries, or, where the server names the cohort, answer with this one under its masks.
+
+    The key of the greeting follows from the summary. So the same summary is the same words whenever it is asked for,
+    and another one, of rows that have changed, is of another cohort and another question.
+    """
+    about = {"event": "agreement", "run": named(model), "client": here.site_id}
+    refused: Parcel = {}, {"refused": REFUSED}
+    if not waits(model) or "run" not in texts:
+        note(here.guard, "sums: a summary of columns would leave in the clear", **about)
+        return refused
+    try:
+        loaded = data()
+        columns = _in_sum(model, loaded, texts, here.guard.policy)
+    except DeclarationError as error:  # its text names columns of the declaration, which the server has too
+        logger.error("%s", error)
+        note(here.guard, f"sums: {error}"[:200], **about)
+        return {}, {"refused": str(error)}
+    counts, sums = exchange.flat(_built(model), columns)
+    words = np.concatenate([np.array(counts, dtype=np.int64).view(np.uint64), secure.wide(sums)])
+    if "cohort" not in texts:
+        fewest = {"fewest": str(int(policy.fewest(here.guard.policy, 1)))}
+        return {}, fewest | masks.greet(here.files, here.folder, texts, words)
+    try:
+        cohort = masks.unpack_cohort(texts)
+        at = masks.place(here.files, here.folder, named(model), cohort, words)
+    except (DeclarationError, Malformed) as error:
+        note(here.guard, f"sums: {error}"[:200], **about)
+        return refused
+    return (masks.added(at, words), {}) if _admitted(model, loaded, columns, at, here) else refused
+
+
+def _in_sum(model: FederatedModel, loaded: Any, texts: Mapping[str, str], rules: policy.Policy) -> dict[str, Told]:
+    """The site's summary; the text of a DeclarationError may leave the site."""
+    if texts["run"] != named(model):
+        raise DeclarationError("this site has another formula, or other levels=; give one declaration everywhere.")
+    if policy.fewest(rules, 1) == np.inf:
+        remedy = "pass the model of fedppl.agree on made-up tables with all levels, here and at the sites"
+        raise DeclarationError(f"its policy has epsilon= or agreement=inf, so that nothing of rows is told; {remedy}.")
+    return exchange.in_sum(_built(model), rows_of(_built(model), loaded, "this site"))
+
+
+def _admitted(model: FederatedModel, loaded: Any, columns: Mapping[str, Told], at: masks.Place, here: Here) -> bool:
+    """Count and log a summary in the sum of a cohort, once; False where a rule refuses it."""
+    run, file = of_cohort(named(model), at.digest), _name(here.site_id, "added")
+    if not admit_cohort(here.guard, run, at.names, at.digest):
+        return False
+    if _recalled(here.memory, file).get("run") == run:
+        note(here.guard, None, event="agreement", run=run, client=here.site_id, told="what was told before")
+        return True
+    changed, versions = here.versions(_columns_of(model, loaded))
+    if changed:
+        note(here.guard, changed, event="agreement", run=run, client=here.site_id)
+    if changed or not _may_tell(here.guard, here.site_id, run, columns):
+        return False
+    for name, raw in {**versions, file: pack({"run": run}, file)}.items():
+        here.memory.keep(name, raw)
+    return True
+
+
+def of_cohort(run: str, digest: str) -> str:
+    """The name of a question to a cohort, by the digest of its greetings, in logs and in approvals."""
+    return f"{run} of {digest[:16]}"
+
+
+# What comes of it -----------------------------------------------------------------------------------------------------
+
+
 def accept(
     model: FederatedModel, data: Any, site_id: str, texts: Mapping[str, str], memory: Memory, guard: Guard | None
 ) -> None:
@@ -206,8 +295,8 @@ def _why_not(
 
 
 def named(model: FederatedModel) -> str:
-    """The name of a site's summary of its formula's columns in the log and in approvals."""
-    text = model.builder.__name__ if is_formula(model) else ""
+    """The name of the question for a summary of a formula's columns, in the log and in approvals."""
+    text = repr((model.builder.__name__, dict(_built(model).levels))) if is_formula(model) else ""
     return f"columns {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 

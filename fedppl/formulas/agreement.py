@@ -23,7 +23,7 @@ _MEDIANS = 5  # clients from which on medians bound the influence of one that li
 _MAD = 1.4826  # sd of a normal distribution per median absolute deviation
 _TAIL = 10  # one value in so many at each end of a column is clipped
 _SMALLEST = 1e-150  # smallest sd
-_FEWEST_PARTS = 4  # times `min_count` rows that a client needs to send sums
+FEWEST_PARTS = 4  # times `min_count` rows that a client needs to send sums
 
 
 class Told(NamedTuple):
@@ -88,7 +88,7 @@ def _sums(reals: Array, min_count: float) -> Told:
         if min_count <= 1:
             return Told(len(reals), float(reals.sum()), float(np.sum(reals**2)))
         rows, few = _whole(len(reals), min_count), int(min_count) - 1
-        if len(reals) < _FEWEST_PARTS * min_count:  # most of so few rows would be clipped
+        if len(reals) < FEWEST_PARTS * min_count:  # most of so few rows would be clipped
             return Told(rows, withheld=True)
         ordered = np.sort(reals)
         for beyond_them in (max(few, len(reals) // _TAIL), few):
@@ -226,7 +226,7 @@ def _constants(name: str, parts: Mapping[str, Told], *, needed: bool, varies: bo
         if not needed:
             return Column((), ())
         remedy = "lower min_count, also of sites' policies, or join several clients to one"
-        rule = f"it takes {_FEWEST_PARTS} times min_count rows"
+        rule = f"it takes {FEWEST_PARTS} times min_count rows"
         raise DataError(f"no client can send a summary of column {name!r}: {rule}; {remedy}.")
     mean, square = _middle(telling) if middle and len(telling) >= _MEDIANS else _pooled(telling)
     if not square < _LARGEST or (needed and varies and mean != 0 and square < 1 / _LARGEST):

@@ -14,7 +14,7 @@ import pymc as pm
 from fedppl.data import frames, missing
 from fedppl.data.frames import is_text
 from fedppl.formulas import checks
-from fedppl.formulas.agreement import OTHER, Agreement, Told, as_texts, tell
+from fedppl.formulas.agreement import FEWEST_PARTS, OTHER, Agreement, Told, as_texts, tell
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.design import standing_for_all
 from fedppl.formulas.families import BINARY, LEVEL, REAL, TIME
@@ -86,6 +86,73 @@ def answered(built: Formula, rows: Mapping[str, Any], min_count: float) -> dict[
         if not summaries[name].text:
             summaries[name] = Told(summaries[name].rows, withheld=summaries[name].rows > 0)
     return summaries
+
+
+# Summaries in sums over a cohort: exact, since nobody sees a client's own, and of levels that all know beforehand -----
+
+
+def listed(built: Formula) -> dict[str, tuple[str, ...]]:
+    """Levels of columns by the declaration, which says which columns have levels; or DeclarationError."""
+    question = asked(built)
+    if lacking := [name for name in question.levels if name not in built.levels]:
+        why = "nobody can learn names of levels in a sum without learning who has them"
+        remedy = f"name them all: fedppl.formula(..., levels={{{lacking[0]!r}: [...]}})"
+        raise DeclarationError(f"secure sums, and columns {lacking} have levels that are not named: {why}; {remedy}.")
+    return {name: tuple(built.levels[name]) for name in question.names if name in built.levels}
+
+
+def in_sum(built: Formula, rows: Mapping[str, Any]) -> dict[str, Told]:
+    """A client's summaries for a sum, of listed levels alone; DeclarationError where a column has others."""
+    levels = listed(built)
+    if texts := [name for name in asked(built).names if name not in levels and is_text(np.asarray(rows[name]))]:
+        remedy = f"give numbers, or name its levels: fedppl.formula(..., levels={{{texts[0]!r}: [...]}})"
+        raise DeclarationError(f"secure sums, and columns {texts} are texts here without levels=; {remedy}.")
+    columns = answered(built, rows, 1)
+    for name, names in levels.items():
+        columns[name] = columns[name]._replace(levels={level: columns[name].levels.get(level, 0) for level in names})
+    return columns
+
+
+def flat(built: Formula, columns: Mapping[str, Told]) -> tuple[list[int], list[float]]:
+    """Summaries as counts, of rows and of each listed level, and as sums, of numbers and of their squares."""
+    counts, sums = [next(iter(columns.values())).rows], []
+    for name, column in columns.items():
+        counts += column.levels.values()
+        sums += [] if column.text or name in asked(built).unscaled else [column.total, column.squares]
+    return counts, sums
+
+
+def of_sum(built: Formula, counts: Sequence[int], sums: Sequence[float], fewest: float) -> dict[str, Told]:
+    """A cohort's summaries, the inverse of `flat`; levels with fewer than `fewest` rows are withheld, but outcomes'."""
+    levels, question, outcome = listed(built), asked(built), built.terms.response.columns[0]
+    (rows, *of_levels), of_numbers = counts, iter(sums)
+    told, left = {}, iter(of_levels)
+    for name in question.names:
+        if name not in levels:
+            hidden = name in question.unscaled
+            total, squares = (0.0, 0.0) if hidden else (next(of_numbers), next(of_numbers))
+            few = rows < FEWEST_PARTS * fewest
+            told[name] = Told(rows, withheld=True) if few or hidden else Told(rows, total, squares)
+            continue
+        counted = {level: next(left) for level in levels[name]}
+        unlisted = rows - sum(counted.values())
+        if name == outcome and unlisted >= fewest:
+            raise DataError(
+                f"outcomes {name!r} of {unlisted} rows are not in levels={list(counted)[:8]}; name them too."
+            )
+        kept = {level: count for level, count in counted.items() if count >= fewest or name == outcome}
+        told[name] = Told(rows, levels=kept, withheld=rows > sum(kept.values()), text=True)
+    return told
+
+
+def sizes(built: Formula) -> tuple[int, int]:
+    """How many counts and sums there are."""
+    blank = {name: Told(0, levels=dict.fromkeys(names, 0), text=True) for name, names in listed(built).items()}
+    counts, sums = flat(built, {name: blank.get(name, Told(0)) for name in asked(built).names})
+    return len(counts), len(sums)
+
+
+# A client's rows, and what comes of the agreement ---------------------------------------------------------------------
 
 
 def without_rare(agreement: Agreement, rows: Mapping[str, Any], fewest: float) -> tuple[dict[str, Any], int]:

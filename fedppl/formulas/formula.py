@@ -76,7 +76,8 @@ def formula(
         Orders of levels, by column: the first is the reference, also of a categorical response. By default levels are
         in the order of the tables' categories if these are equal at all clients, else in numerical or alphabetical
         order. An ordinal response of texts needs an order, unless tables have ordered categories (pandas'
-        ``ordered=True``, polars' ``Enum``).
+        ``ordered=True``, polars' ``Enum``). Sites that agree in sums under masks have no levels but
+        those that stand here.
     constants
         Names in the formula that are not columns, ``{"knots": [30, 50, 70]}``: numbers, and functions of single rows.
     weights
@@ -227,19 +228,27 @@ def _agreed(model: FederatedModel, clients: Mapping[Any, Any], min_count: int, w
 
 
 def of_told(
-    model: FederatedModel, summaries: Mapping[str, Mapping[str, Told]], withheld: str, *, believed: bool = True
+    model: FederatedModel,
+    summaries: Mapping[str, Mapping[str, Told]],
+    withheld: str,
+    *,
+    believed: bool = True,
+    fixed: Mapping[str, Sequence[str]] | None = None,
 ) -> Agreed:
-    """The agreement from clients' summaries, whose numbers of rows are bounded unless `believed`."""
+    """The agreement from clients' summaries, whose numbers of rows are bounded unless `believed`.
+
+    Columns in `fixed`, by default all of formula(levels=), have all their levels, whether or not rows have them.
+    """
     declared = _formula(model)
     terms, outcomes, what = declared.terms, declared.terms.response.columns, asked(declared)
     agreement = agreed(
         summaries,
-        declared.levels,
+        declared.levels if fixed is None else fixed,
         others=withheld == "other",
         unscaled=what.unscaled,
         closed=outcomes,
         constant={*terms.columns, *outcomes[1:]} - terms.varying,  # offsets, trials
-        listed=declared.orders,
+        listed={**declared.orders, **declared.levels},
         believed=believed,
     )
     for name, order in declared.orders.items():

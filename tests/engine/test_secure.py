@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,6 +51,34 @@ def test_numbers_that_do_not_fit_or_are_none_are_counted() -> None:
     total, cut, missing = _sum({name: {"x": values} for name in NAMES})
     assert (cut, missing) == (2 * len(NAMES), 2 * len(NAMES))
     assert_array_equal(total["x"], [len(NAMES), 0, 0, 0, 0])
+
+
+def test_sums_of_wide_numbers_are_rounded_once() -> None:
+    """Of a hundred clients, of numbers from 1e-12 to 1e60, and of the smallest and the largest that there are."""
+    rng, names = np.random.default_rng(2), [f"client {k}" for k in range(100)]
+    cohort = secure.cohort_of(names[:5], "run")
+    for clients in (1, 3, 100):
+        values = rng.normal(size=(clients, 80)) * 10.0 ** rng.uniform(-12, 60, size=(clients, 80))
+        values[:, :4] = [5e-324, 1.7e308 / clients, -0.0, 1e60]
+        values[0, 3] = -1e-12  # beside numbers that are 72 digits larger
+        words = secure.added([secure.wide(row.tolist()) for row in values])
+        assert secure.read_wide(words, clients) == [math.fsum(column) for column in values.T]
+    parts = {name: secure.wide([1e-9, float(k), math.inf if k == 2 else 1.7e308]) for k, name in enumerate(names[:5])}
+    hidden = {name: secure.masked(cohort[name], words, 1, b"asked")[1] for name, words in parts.items()}
+    assert_array_equal(secure.read_wide(secure.added(list(hidden.values())), 5), [math.fsum([1e-9] * 5), 10.0, np.nan])
+    assert secure.read_wide(secure.added([secure.wide([-1.7e308])] * 5), 5) == [-math.inf]
+    for noise in (hidden[names[0]], secure.added(list(hidden.values())[1:])):
+        with pytest.raises(DeclarationError, match="cancel"):
+            secure.read_wide(noise, 5)
+
+
+def test_bits_of_wide_numbers_under_masks_are_those_of_coins() -> None:
+    cohort = secure.cohort_of(NAMES, "run")
+    words = secure.wide([0.0] * 100)
+    noise = secure.masked(cohort["north"], words, 1)[1]
+    bits = np.unpackbits(noise.view(np.uint8)).reshape(len(noise), 64)
+    assert len(noise) == 100 * secure.WIDE
+    assert np.max(np.abs(bits.mean(axis=0) - 0.5)) < 5 * 0.5 / np.sqrt(len(noise))
 
 
 def test_a_part_and_a_sum_without_one_client_are_noise() -> None:

@@ -238,9 +238,6 @@ def test_what_needs_single_replies_or_fewer_sites_is_refused_before_any_is_asked
             fedppl.Flower.grid(grid, model=model, example_data={"y": np.ones(2)}, **wrong)
         with pytest.raises(DeclarationError, match=match):
             fedppl.Flower.server_app(model, fedppl.Sums(), example_data={"y": np.ones(2)}, **wrong)
-    with pytest.raises(DeclarationError, match=r"fedppl.agree"):
-        formula = fedppl.formula("y ~ x")
-        fedppl.Flower.server_app(formula, fedppl.Sums(), clients=3, secure=True)
     with pytest.raises(DeclarationError, match="folder="):
         app_of(tmp_path, folder=None, policy=fedppl.policy.NO_RULES)
     with pytest.raises(DeclarationError, match="identity and roster"):
