@@ -24,9 +24,9 @@ from fedppl.contracts import Request
 from fedppl.engine import account as _account
 from fedppl.engine.guard import Ledger, Run, in_memory, let_out, tells
 from fedppl.flower import node as _node
+from fedppl.flower.conclusions import read_told
 from fedppl.flower.decode import Malformed
 from fedppl.flower.messages import CONCLUDE
-from fedppl.flower.node import read_told
 from fedppl.gaussian import Gaussian
 from fedppl.local.target import pack_target
 from fedppl.storage.signed import file_memory
