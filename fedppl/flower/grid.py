@@ -23,6 +23,7 @@ from fedppl.contracts import (
     EngineFactory,
     Failure,
     Heard,
+    Replies,
     Reply,
     Request,
     Requests,
@@ -442,6 +443,8 @@ def grid(
     def factory(algorithm: AnyAlgorithm, models: Mapping[str, Any]) -> Engine:
         if models:
             raise DeclarationError("the data are at the sites: pass clients=None, and the sites' load_data finds them.")
+        if secure and algorithm.replies.summed is Replies._field_defaults["summed"]:
+            raise _secure.single(algorithm.name)
         client = model.enrol({"example_data": example_data}, kernel=algorithm.needs.kernel)["example_data"]
         require_fit(algorithm, client)
         server = ServerModel(client.layout, client.reader())

@@ -179,6 +179,15 @@ def told_sums(fit: Ended, name: str, what: str) -> dict[str, Any]:
     return {k: fit.told[k][name] for k in fit.client_ids}
 
 
+def require_single(fit: Ended, what: str) -> None:
+    """Refuse what needs the answers of single clients, of a fit by sums over sites under masks."""
+    if COHORT in fit.told and not fit.clients:
+        remedy = "each site can look at its own posterior, in its client_app's folder, beside fit.idata, which you have"
+        raise DeclarationError(
+            f"{what} needs single sites' answers, and the server had sums alone, under masks: {remedy}."
+        )
+
+
 def require_shared(fit: Ended) -> None:
     """Refuse a fit whose clients share no parameters."""
     if fit.algorithm.result.shared is None:
