@@ -67,7 +67,8 @@ def client_app(
     secure
         Folder with this site's identity and its roster of the other sites (`python -m fedppl.site`), or a function from
         the node config to it. With it the site answers under the masks of a cohort on its roster alone, so that nobody
-        sees its replies but in the sum (`grid(secure=True)`); it tells nothing of columns and lets out no conclusions.
+        sees its replies but in the sum (`grid(secure=True)`); it tells nothing of columns, and conclusions of its
+        policy leave in such sums too, where all sites name them.
         It needs a `folder`, in which the cohorts of runs are kept. None is for a policy with ``sums="optional"``.
     draws, chains
         Size of that posterior.

@@ -97,7 +97,7 @@ def rounds_dataset(records: tuple[Record, ...], clients: tuple[str, ...]) -> xr.
 def ever_used(records: Sequence[Record], clients: Iterable[str]) -> set[str]:
     """Clients that answered in one of the rounds, or were in a sum."""
     of_sums = [set(clients) - record.failures.keys() for record in records if record.together]
-    return set().union(*of_sums, *(record.infos for record in records))
+    return set().union(*of_sums, *(record.infos for record in records), *(record.bytes_up for record in records))
 
 
 def _per_round(records: tuple[Record, ...]) -> dict[str, Any]:

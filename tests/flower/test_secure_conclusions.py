@@ -21,13 +21,15 @@ pytest.importorskip("flwr")
 from flwr.app import Message as FlowerMessage
 
 import fedppl
+from benchmarks._attacks import sums
 from fedppl import DeclarationError, FederatedModel, Policy
 from fedppl.engine import secure
 from fedppl.flower import conclusions, masks
 from fedppl.flower import node as _node
-from fedppl.flower.messages import CONCLUDE, from_content
+from fedppl.flower.messages import ASK, CONCLUDE, from_content
 from fedppl.results.records import COHORT
 from fedppl.storage import signed
+from fedppl.testing import normal_means
 from tests.flower.test_secure_sites import NAMES, OPEN, bits, identities, refused_by
 from tests.support.fake_grid import FakeGrid, engine_of, node, remember
 
@@ -424,8 +426,7 @@ def test_a_site_that_was_killed_before_it_told_says_the_same(ended: Any, monkeyp
 def test_no_second_answer_about_another_q_and_no_masks_twice(ended: Any) -> None:
     base, arrays, (texts,) = ended
     words = {name: asked(base, name, arrays[name], texts) for name in NAMES}
-    sums = masks.sums_at_end(words, conclusions.SUMS)
-    assert sums["loo"][2] == 120
+    assert masks.sums_at_end(words, conclusions.SUMS)["loo"][2] == 120
     moved = {**arrays["client 0"], "points": arrays["client 0"]["points"] + 0.01}
     assert asked(base, "client 0", moved, texts) == {}
     assert asked(base, "client 0", arrays["client 0"], {**texts, "seed": "7"}) == {}
@@ -455,3 +456,102 @@ def test_what_a_cohort_told_is_saved_with_the_fit(three: Any, tmp_path: Path) ->
     loaded = fedppl.load(tmp_path / "run.nc", model)
     assert fedppl.loo(loaded).elpd == fedppl.loo(there).elpd
     assert fedppl.reliability(loaded).brier == fedppl.reliability(there).brier
+
+
+# What one of the sites can do to a sum --------------------------------------------------------------------------------
+
+
+def test_a_smooth_lie_in_a_sum_moves_the_mean_unseen_and_a_rough_one_ends_the_fit() -> None:
+    """docs/security.md says so: nothing bounds what one site adds, as nobody sees its part."""
+    honest = sums.fitted()
+    slope = sums.attack(sums.SMOOTH["a slope of 10 a sd"], honest)
+    assert slope["status"] == "converged" and slope["moved_sd"] == pytest.approx(10.0, rel=1e-3)
+    place = sums.attack(sums.SMOOTH["sure of a place 50 sds away"], honest)
+    assert place["status"] == "converged" and place["moved_sd"] > 40
+    with pytest.warns(fedppl.ConvergenceWarning):
+        point = sums.attack(sums.ROUGH["50 more at a point"], honest)
+    assert point["status"] == "stalled" and point["moved_sd"] is None
+
+
+def test_a_constant_moves_the_evidence_alone() -> None:
+    honest, lied = sums.fitted(), sums.fitted(sums.ROUGH["5 more everywhere"])
+    assert_allclose(fedppl.gaussian.mean(lied.posterior), fedppl.gaussian.mean(honest.posterior), rtol=1e-9)
+    assert lied.status.ok and lied.log_evidence.value - honest.log_evidence.value == pytest.approx(5.0, abs=1e-6)
+
+
+def test_a_fit_that_stalls_under_masks_does_not_say_that_nobody_answered() -> None:
+    with pytest.warns(fedppl.ConvergenceWarning):
+        found = sums.fitted(sums.ROUGH["50 more at a point"])
+    assert found.status is fedppl.Status.STALLED and "ever sent" not in found.message and "search" in found.message
+
+
+@pytest.mark.parametrize("number", [4.3e12, -1e15])
+def test_what_is_too_large_for_the_ring_is_counted_and_what_is_not_is_added(number: float) -> None:
+    """An honest site's numbers are below 2^42 / sites in size: more is left out, and the round is void."""
+    words = [secure.encoded({"a": np.array([value])}, 3) for value in (1.0, 2.0, number)]
+    total = secure.summed({str(k): one for k, one in enumerate(words)}, {"a": (1,)})
+    assert not total.clients and all("too large" in reason for reason in total.failures.values())
+    bent = [*words[:2], words[2].copy()]
+    bent[2][:] = 0
+    bent[2][0] = np.uint64(2**61)  # a site with other code adds what it likes, up to 2^43
+    assert secure.summed({str(k): one for k, one in enumerate(bent)}, {"a": (1,)}).total["a"] == 3.0 + 2.0**41
+
+
+# What needs single answers --------------------------------------------------------------------------------------------
+
+
+SINGLE: dict[str, tuple[Any, str]] = {
+    "influence": (lambda fit: fit.influence(), "sums alone"),
+    "influence of one": (lambda fit: fit.influence("client 1"), "sums alone"),
+    "conflict": (lambda fit: fedppl.conflict(fit), "sums alone"),
+    "without": (lambda fit: fedppl.without(fit, "client 1", progressbar=False), "sums alone"),
+    "its picture": (lambda fit: fedppl.plots.influence(fit), "sums alone"),
+    "a site's posterior": (lambda fit: fit.client("client 1"), "file in its client_app's folder"),
+    "rows": (lambda fit: fedppl.plots.check(fit), "clients="),
+}
+
+
+@pytest.mark.parametrize("what", SINGLE)
+def test_what_needs_single_answers_says_that_there_are_sums_alone(three: Any, what: str) -> None:
+    there, _, _ = three
+    function, keyword = SINGLE[what]
+    with pytest.raises(DeclarationError, match=keyword):
+        function(there)
+
+
+def test_rounds_by_client_have_who_answered_and_no_diagnostics(three: Any) -> None:
+    there, grid, _ = three
+    rounds = there.idata["rounds"]
+    by_client = {name for name in rounds.data_vars if "client" in rounds[name].dims}
+    assert by_client == {"outcome", "reason", "bytes_down", "bytes_up"}
+    assert set(np.unique(rounds["outcome"])) == {"used"} and set(np.unique(rounds["reason"])) == {""}
+    asks = [message for message in grid.sent if message.metadata.message_type == ASK]
+    assert len(asks) == 3 * rounds.sizes["round"]
+
+
+@pytest.mark.parametrize("algorithm", [fedppl.EP(trust=3.0), None])
+def test_bounds_on_single_sites_are_refused_before_anybody_enrols(algorithm: Any) -> None:
+    """`trust=`, and the algorithm that is chosen where a fit names none."""
+    model, _ = of_coins()
+    engine = engine_of(FakeGrid({}), model, 3, secure=True)
+    with pytest.raises(DeclarationError, match=r"sums are secure.*fedppl.Sums\(\)"):
+        fedppl.fit(model, None, algorithm, engine=engine, **SETTINGS)
+
+
+def test_reliability_is_drawn_by_tenths(three: Any) -> None:
+    there, _, _ = three
+    found = fedppl.reliability(there)
+    upper, lower = fedppl.plots.reliability(found)
+    (_, curve), bars = upper.get_lines(), lower.patches
+    some = found.bins[found.bins["rows"] > 0]
+    assert_allclose(curve.get_xydata(), some[["predicted", "observed"]])
+    assert sum(bar.get_height() for bar in bars) == pytest.approx(1.0)
+    with pytest.raises(DeclarationError, match="outcomes="):
+        fedppl.plots.reliability([0.1, 0.2])
+
+
+def test_outcomes_that_are_not_ones_or_zeros_have_no_reliability() -> None:
+    model, clients = normal_means(3)
+    found = fedppl.fit(model, clients, fedppl.Sums(), **SETTINGS)
+    with pytest.raises(DeclarationError, match="Bernoulli"):
+        fedppl.reliability(found)

@@ -26,7 +26,7 @@ from fedppl import DeclarationError, Policy, audit, gaussian, site
 from fedppl.contracts import Failure, Reply, Request
 from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED
-from fedppl.flower import masks, wire
+from fedppl.flower import conclusions, masks, wire
 from fedppl.flower.decode import Parcel
 from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GREET, JOIN, from_content, to_content
 from fedppl.numerics.streams import client_seed
@@ -86,7 +86,7 @@ def grid_of(base: Path, fault: Any = None, algorithm: Any = None, **keywords: An
 
 def fit(grid: FakeGrid, *, secured: bool = True, algorithm: Any = None, **keywords: Any) -> fedppl.Fit:
     model, _ = declared()
-    engine = engine_of(grid, model, 3, deadline=keywords.pop("deadline", 60.0), secure=secured)
+    engine = engine_of(grid, model, 3, deadline=keywords.pop("deadline", 60.0), wait=60.0, secure=secured)
     settings = {"progressbar": False, "random_seed": 1, **keywords}
     return fedppl.fit(model, None, algorithm or fedppl.Sums(), engine=engine, **settings)
 
@@ -119,8 +119,9 @@ def test_a_fit_over_sites_is_the_plain_one_and_the_server_is_sent_noise(tmp_path
             assert set(arrays) == {masks.WORDS} and texts["info"] == "{}" and not texts["reason"]
             assert set(texts) == {"client_id", "nonce", "fingerprint", "info", "reason"}
             words.append(bits(arrays[masks.WORDS]))
-        if message.metadata.message_type == CONCLUDE:  # "loo" would leave by the policy
-            assert not arrays and set(texts) == {"client_id"}
+        if message.metadata.message_type == CONCLUDE:
+            assert set(arrays) == set(conclusions.SUMS) and set(texts) == {"client_id"}
+            words += [bits(part) for part in arrays.values()]
     noise = np.concatenate(words)
     assert abs(noise.mean() - 0.5) < 5 * 0.5 / np.sqrt(len(noise))
     for name in NAMES:
