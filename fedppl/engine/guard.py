@@ -305,10 +305,8 @@ def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Re
     """
     names = guard.policy.conclusions
     if guard.masked and (single := [name for name in names if name not in policy.SUMMED]):
-        rule = (
-            f"conclusion: {single} are a single site's, and answers leave in sums alone; leave them out of the policy"
-        )
-        note(guard, rule, event="conclusion", run=request.run)
+        why = f"conclusion: {single} are a single site's, and answers leave in sums alone; leave them out of the policy"
+        note(guard, why, event="conclusion", run=request.run)
         names = tuple(name for name in names if name in policy.SUMMED)
     if not names:
         return ()

@@ -156,7 +156,7 @@ def counts_of(client: ClientModel, posterior: xr.Dataset) -> Array:
         parts.append(
             _counted(y, *(np.broadcast_to(part, observed[name].shape).ravel() for part in (p, trials, weights)))
         )
-    return np.sum(parts, axis=0)
+    return np.asarray(np.sum(parts, axis=0))
 
 
 def _counted(y: Array, p: Array, trials: Array, weights: Array) -> Array:

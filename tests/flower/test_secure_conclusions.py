@@ -555,3 +555,20 @@ def test_outcomes_that_are_not_ones_or_zeros_have_no_reliability() -> None:
     found = fedppl.fit(model, clients, fedppl.Sums(), **SETTINGS)
     with pytest.raises(DeclarationError, match="Bernoulli"):
         fedppl.reliability(found)
+
+
+def test_the_usual_limits_let_a_cohort_tell(tmp_path: Path) -> None:
+    """All rules are looked at once more, with the cohort's counts of rows; what is told counts as a request."""
+    identities(tmp_path)
+    model, _ = of_coins()
+    rules = Policy(rows=100, conclusions=("loo", "calibration"))
+    found = fit(grid_of(tmp_path, of_coins(), rules), model)
+    assert found.status.ok and fedppl.loo(found).rows == fedppl.reliability(found).rows == 120
+    lines = list(fedppl.audit.lines(tmp_path / "at client 0" / "audit.jsonl"))
+    (told,) = [line for line in lines if line["event"] == "reply" and "loo" in line.get("released", {})]
+    assert told["released"] == {"loo": 7, "calibration": 32}
+    few = Policy(rows=100, conclusions=("loo", "calibration"), requests=1 + len(found.records))
+    identities(tmp_path / "few")
+    spent = fit(grid_of(tmp_path / "few", of_coins(), few), model)
+    assert spent.status.ok and spent.told == {COHORT: {}}
+    assert refusals(tmp_path / "few", "client 0")[-1].startswith("requests: ")
