@@ -459,6 +459,8 @@ def _concluded_under_masks(
     about = {"event": "conclusion", "run": over.run, "client": over.client_id}
     try:
         at, _ = _member(*_files(node), memory, over.run)
+        if over.client_id != at.member.name:
+            raise DeclarationError(f"client {over.client_id!r} was told of its end, and this is {at.member.name!r}")
     except DeclarationError as error:
         _refuse(guard, about, f"sums: {error}")
         return {}
@@ -468,7 +470,7 @@ def _concluded_under_masks(
     if digest == asked.hex():
         _guard.note(guard, None, **about, repeated=True)
         return dict(words)
-    if over.client_id != at.member.name or not _guard.concluded(guard, over.run, asked.hex()):
+    if not _guard.concluded(guard, over.run, asked.hex()):
         return {}
     told: Message = {}
     try:  # whether the site can tell depends on its data: it answers by noise where it cannot
