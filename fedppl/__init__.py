@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fedppl.numerics import covariance
     from fedppl.results.fit import Fit
     from fedppl.results.loo import compare, loo, loo_compare
+    from fedppl.results.reliability import reliability
     from fedppl.results.tables import contrast, hypotheses, table
     from fedppl.run.conflicts import conflict
     from fedppl.run.one_round import Round
@@ -39,8 +40,8 @@ __all__ = [
     "FederatedModel", "Fit", "HM1Gradient", "InProcess", "NotConvergedError", "Policy", "Prior", "PrivateEP",
     "Round", "Status", "Sums", "agree", "averaging", "calibrate", "compare", "conflict", "contrast", "covariance",
     "curves", "data", "fit", "formula", "hypotheses", "load", "local", "loo", "loo_compare", "marginal_effects",
-    "metrics", "one_shot", "plots", "policy", "privacy", "rounds", "search", "summaries", "table", "warm_up",
-    "without",
+    "metrics", "one_shot", "plots", "policy", "privacy", "reliability", "rounds", "search", "summaries", "table",
+    "warm_up", "without",
 ]  # fmt: skip
 
 
@@ -83,6 +84,7 @@ _NAMES = {
         "model.declaration": "FederatedModel",
         "results.fit": "Fit",
         "results.loo": "compare loo loo_compare",
+        "results.reliability": "reliability",
         "results.tables": "contrast hypotheses table",
         "run.conflicts": "conflict",
         "run.one_round": "Round",

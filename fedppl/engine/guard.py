@@ -36,6 +36,7 @@ class Run(NamedTuple):
     round: int = 0  # the last that was admitted
     digest: str = ""  # of that request
     concluded: bool = False
+    conclusion: str = ""  # digest of the message that it is over, where what is told then is under masks
 
 
 class Ledger(NamedTuple):
@@ -281,13 +282,19 @@ def named(event: str, request: Request) -> dict[str, Any]:
 _OF_POINTS = ("points", "weights", "joins")  # of a posterior
 
 
-def concluded(guard: Guard, run: str) -> bool:
-    """Log that a run is over; False where it was over already, or the client has answered enough."""
+def concluded(guard: Guard, run: str, asked: str = "") -> bool:
+    """Log that a run is over; False where it was over already, or the client has answered enough.
+
+    `asked` is a digest of a message under masks. The same is admitted again where the process was killed before any
+    answer to it left: an answer that is kept is repeated, and nobody comes here.
+    """
     ledger = guard.read()
     is_new, last = run not in ledger.runs, ledger.runs.get(run, Run())
-    rule = _too_many(guard.policy, ledger) if is_new else "conclusion: this run is over" if last.concluded else None
+    is_over = last.concluded and not (asked and asked == last.conclusion)
+    rule = _too_many(guard.policy, ledger) if is_new else "conclusion: this run is over" if is_over else None
     if rule is None:
-        ledger = _with_run(ledger, run, last._replace(concluded=True))._replace(requests=ledger.requests + is_new)
+        after = last._replace(concluded=True, conclusion=asked)
+        ledger = _with_run(ledger, run, after)._replace(requests=ledger.requests + is_new)
     return _written(guard, ledger, rule, event="conclusion", run=run)
 
 
@@ -297,6 +304,10 @@ def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Re
     The server chooses q, and so where rows are used: q, cavity and points must be where a request of the run may ask.
     """
     names = guard.policy.conclusions
+    if guard.masked and (single := [name for name in names if name not in policy.SUMMED]):
+        why = f"conclusion: {single} are a single site's, and answers leave in sums alone; leave them out of the policy"
+        note(guard, why, event="conclusion", run=request.run)
+        names = tuple(name for name in names if name in policy.SUMMED)
     if not names:
         return ()
     ledger, concludes = guard.read(), algorithm.disclosure.concludes

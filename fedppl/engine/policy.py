@@ -24,7 +24,8 @@ _VAGUEST = 1.0
 _LOWER = "; a policy with another limit allows it, see docs/privacy.md"
 _AS_TOML = "; TOML has true, false and inf, texts in quotes and lists in brackets"
 
-CONCLUSIONS = ("loo", "conflict")
+SUMMED = ("loo", "calibration")  # conclusions that are sums over rows, and so over sites
+CONCLUSIONS = (*SUMMED, "conflict")
 _SUMS = ("required", "optional")
 FEWEST_SITES = 3  # of a cohort: of two each would know the other's part
 
@@ -111,8 +112,10 @@ class Policy:
         out and not counted.
     conclusions
         Summaries that leave when a run is over that the site answered in: "loo", sums of the rows' leave-one-out log
-        densities for `fedppl.loo`, and "conflict", the site's p-value and statistic for `fedppl.conflict`. They count
-        as one more request, and q must lie where a request may ask. Not together with `epsilon`.
+        densities for `fedppl.loo`; "calibration", sums over rows by tenths of the predicted probability of outcomes
+        that are 0 or 1, or counts of these, for `fedppl.reliability`; and "conflict", the site's p-value and statistic
+        for `fedppl.conflict`. They count as one more request, and q must lie where a request may ask. Under masks sums
+        leave alone, where all sites of the cohort name them. Not together with `epsilon`.
     few_rows, few_rows_share
         No direction of the shared coordinates may have this share of its slopes or curvatures from this few rows, at
         the points of a request and at the prior's mean: the reply would reveal these rows. 0 switches the rule off.

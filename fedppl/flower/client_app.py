@@ -67,9 +67,9 @@ def client_app(
     secure
         Folder with this site's identity and its roster of the other sites (`python -m fedppl.site`), or a function from
         the node config to it. With it the site answers under the masks of a cohort on its roster alone, so that nobody
-        sees its replies and summaries of columns but in the sum (`grid(secure=True)`, `agree(secure=True)`), and lets
-        out no conclusions. It needs a `folder`, in which the cohorts of runs are kept. None is for a policy with
-        ``sums="optional"``.
+        sees its replies and summaries of columns but in the sum (`grid(secure=True)`, `agree(secure=True)`), nor the
+        conclusions of its policy, which leave where all sites name them. It needs a `folder`, in which the cohorts of
+        runs are kept. None is for a policy with ``sums="optional"``.
     draws, chains
         Size of that posterior.
 

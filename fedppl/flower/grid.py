@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from flwr.app import Context, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
@@ -22,6 +23,7 @@ from fedppl.contracts import (
     EngineFactory,
     Failure,
     Heard,
+    Replies,
     Reply,
     Request,
     Requests,
@@ -35,15 +37,16 @@ from fedppl.engine.guard import OTHER_COUNTS
 from fedppl.engine.policy import FEWEST_SITES, refuse_sharing
 from fedppl.flower import masks as _masks
 from fedppl.flower import wire as _wire
-from fedppl.flower.decode import Parcel, require_few
+from fedppl.flower.conclusions import MOST_BYTES, SUMS, read_told
+from fedppl.flower.decode import Malformed, Parcel, require, require_few
 from fedppl.flower.enrolment import Roll, agree, expected_clients
 from fedppl.flower.messages import ASK, CONCLUDE, GREET, JOIN, Absent, Post, from_content, read_letter, texts_of
-from fedppl.flower.node import MOST_BYTES, read_told
 from fedppl.flower.site_agreement import waits
 from fedppl.formulas.exchange import example, listed
 from fedppl.formulas.formula import is_formula
 from fedppl.model.declaration import FederatedModel
 from fedppl.results.fit import Fit
+from fedppl.results.records import COHORT
 from fedppl.run import loop
 from fedppl.run.loop import Options, require_callback, require_declared, require_settings, seed_of
 from fedppl.run.one_round import MOST_INFOS, Round
@@ -277,7 +280,10 @@ class GridEngine:
     def conclude(
         self, final_message: Callable[[str], Message], run: str, seed: int, status: Status
     ) -> dict[str, Message]:
-        """Send every site its final message, by which it draws its own posterior; return what policies let out."""
+        """Send every site its final message, by which it draws its own posterior; return what policies let out.
+
+        Where sums are secure that is under `COHORT`, summed over all sites.
+        """
 
         def read(_: str, content: RecordDict) -> Message:
             return read_told(from_content(content, most=MOST_BYTES)[0])
@@ -286,6 +292,8 @@ class GridEngine:
         parcels: dict[str, Parcel] = {
             client_id: (final_message(client_id), {"client_id": client_id, **texts}) for client_id in self.clients()
         }
+        if self._settings.secure:
+            return {COHORT: self._told_in_sum(parcels)}
         told: dict[str, Message] = {}
         answers = self._answers(CONCLUDE, parcels, None, read, "what it told of its rows cannot be used")
         for client_id, answer in answers.items():
@@ -294,6 +302,36 @@ class GridEngine:
             else:
                 told[client_id] = answer
         return told
+
+    def _told_in_sum(self, parcels: Mapping[str, Parcel]) -> Message:
+        """Sums over the cohort of what all its policies let out at the end; absent sites are asked again."""
+        shapes, end = _masks.shapes_at_end(SUMS), time.monotonic() + self._settings.wait
+
+        def read(_: str, content: RecordDict) -> Message:
+            words = from_content(content, shapes if content.array_records.get("arrays") else {})[0]
+            require(bool(words), "it told nothing; the reason is in the site's own log")
+            require(all(value.dtype == np.int64 for value in words.values()), "words that are not of type int64")
+            return words
+
+        try:
+            answers = self._from_all(CONCLUDE, parcels, None, end, read, "what it told of its rows cannot be used")
+        except LostSites as lost:
+            answers = {name: Absent("it was absent") for name in parcels if name not in lost.others}
+        told = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
+        for name, answer in answers.items():
+            if isinstance(answer, str):
+                logger.warning("end of the run, client %s: %s; the cohort has no conclusions", name, answer)
+        sums = _masks.sums_at_end(told, SUMS) if len(told) == len(parcels) else {}
+        for name in list(sums):
+            try:
+                read_told({name: sums[name]})
+            except Malformed as error:
+                logger.warning("end of the run: the cohort's sum cannot be used, %s", error)
+                del sums[name]
+        if missing := [name for name in SUMS if name not in sums]:
+            why = "not every site's policy names it, or not every site could compute it"
+            logger.info("end of the run: the cohort told no sum of %s: %s", missing, why)
+        return sums
 
     def has_sites(self) -> bool:
         """Return True: clients are sites of their own."""
@@ -426,6 +464,8 @@ class Sites(NamedTuple):
         """Wait for the sites."""
         if models:
             raise DeclarationError("the data are at the sites: pass clients=None, and the sites' load_data finds them.")
+        if self.secure and algorithm.replies.summed is Replies._field_defaults["summed"]:
+            raise _secure.single(algorithm.name)
         data = {"example_data": self.example_data}
         client = self.model.enrol(data, kernel=algorithm.needs.kernel)["example_data"]
         require_fit(algorithm, client)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +24,14 @@ from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED, digest
 from fedppl.flower.decode import LABELS_LENGTH, Malformed, brief, checked_name, one_text, parsed, require
 from fedppl.numerics.streams import client_seed
-from fedppl.types import Array, DeclarationError
+from fedppl.types import Array, DeclarationError, Message
 
 WORDS = "words"  # the one array of a masked reply
 MOST_ROWS = 2**53  # of a cohort
 _MOST_COUNTS = 2**16  # bytes of a part
 COUNTS = b"counts"  # what the words of a cohort's first sum are about
 COLUMNS = b"columns"  # and those of the sum by which its members agree on a formula
+_CONCLUSION = b"fedppl conclusion "  # and those at the end of a run; longer than the digest of a round
 
 
 # A site's part --------------------------------------------------------------------------------------------------------
@@ -125,11 +127,35 @@ def hidden(at: Place, request: Request, reply: Reply | Failure) -> Reply | Failu
     return reply._replace(message={WORDS: words.view(np.int64)}, info={}, reason="")
 
 
-def _asked(request: Request) -> bytes:
+def _asked(request: Request, *more: str) -> bytes:
     """A digest of all that is the same for all sites: numbers with their types, and the seed but for its last part."""
     kinds = [(name, np.asarray(value).dtype.str) for name, value in sorted(request.message.items())]
     common = digest(request._replace(seed=request.seed[:-1]))
-    return hashlib.sha256(json.dumps([common, kinds]).encode()).digest()
+    return hashlib.sha256(json.dumps([common, kinds, *more]).encode()).digest()
+
+
+# The end of a run: sums over rows, each under masks of its own, or noise in its place ---------------------------------
+
+
+def asked_at_end(run: str, seed: int, message: Message, status: str) -> bytes:
+    """A digest of a final message, which is the same for all sites."""
+    return _asked(Request("", 0, 0, (seed, 0), message, run), status)
+
+
+def concluded(at: Place, asked: bytes, told: Message, lengths: Mapping[str, int]) -> dict[str, Any]:
+    """Words of every conclusion by name: of those that a site does not tell noise, so that nobody's sum can be read.
+
+    A zero in its place would leave the sum of the others, and an empty answer would say who does not tell.
+    """
+    words: dict[str, Any] = {}
+    for name, length in lengths.items():
+        plain = None if name not in told else secure.encoded({"": told[name]}, len(at.names))
+        if plain is None or np.any(plain[-2:]):  # numbers that do not fit would be missing in the sum
+            hidden = np.frombuffer(secrets.token_bytes(8 * (2 * length + 2)), "<u8").astype(np.uint64)
+        else:
+            _, hidden = secure.masked(at.member, plain, 1, _CONCLUSION + name.encode() + b" " + asked)
+        words[name] = hidden.view(np.int64)
+    return words
 
 
 def _run(texts: Mapping[str, str]) -> str:
@@ -194,6 +220,22 @@ def unpack_parts(texts: Mapping[str, str]) -> list[secure.Part]:
 def shapes_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Shape of the words of a reply with arrays of these shapes."""
     return {WORDS: (2 * sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values()) + 2,)}
+
+
+def shapes_at_end(lengths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the words of conclusions of these lengths."""
+    return {name: (2 * length + 2,) for name, length in lengths.items()}
+
+
+def sums_at_end(answers: Mapping[str, Message], lengths: Mapping[str, int]) -> dict[str, Any]:
+    """The sums over a cohort by name, of those that all its members told the same way."""
+    sums: dict[str, Any] = {}
+    for name, length in lengths.items():
+        parts = {site: np.asarray(words[name], "<i8").view(np.uint64) for site, words in answers.items()}
+        total = secure.summed(parts, {name: (length,)})
+        if total.clients:
+            sums[name] = total.total[name]
+    return sums
 
 
 def words_of(request: Request, reply: Reply | Failure | None, fingerprint: str) -> secure.Words | str:

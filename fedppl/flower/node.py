@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -19,28 +19,25 @@ from urllib.parse import quote
 import numpy as np
 from filelock import FileLock
 
-from fedppl.contracts import AnyAlgorithm, Failure, LogEvidence, Request
-from fedppl.contracts.algorithm import WithoutClient
+from fedppl.contracts import AnyAlgorithm, Failure, Request
 from fedppl.data import frames
 from fedppl.engine import account as _account
 from fedppl.engine import guard as _guard
 from fedppl.engine.answer import answer, require_fit, say_unused
 from fedppl.engine.policy import NO_RULES, Policy, refuse_sharing
+from fedppl.flower import conclusions as _conclusions
 from fedppl.flower import masks as _masks
 from fedppl.flower import site_agreement as _agreements
 from fedppl.flower import wire as _wire
-from fedppl.flower.decode import Malformed, Parcel, checked_name, one_text, require
+from fedppl.flower.decode import Malformed, Parcel, checked_name, one_text
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.same import code_key
-from fedppl.numerics.streams import stream
 from fedppl.results import idata
-from fedppl.results.at_client import client_posterior, pymc_groups, require_rows
-from fedppl.results.loo import SUMS, implausible, rows_of, sums_of
-from fedppl.run.conflicts import FEWEST, knows_cavities, tested
+from fedppl.results.at_client import client_posterior
 from fedppl.storage import codec
 from fedppl.storage.signed import Memory, owner_key, pack, replace, unpack
-from fedppl.types import Array, DataError, DeclarationError, LocalFailure, Message
+from fedppl.types import DataError, DeclarationError, LocalFailure, Message, Status
 
 logger = logging.getLogger(__name__)
 
@@ -342,18 +339,24 @@ def _understood(
 
 def _placed(files: Path, folder: Path, memory: Memory, request: Request, texts: Mapping[str, str]) -> _masks.Place:
     """The site's place in the cohort of a run that it has joined, with the cohort's counts; or DeclarationError."""
-    file = f"{request.run}.cohort"
+    at, kept = _member(files, folder, memory, request.run)
+    _masks.asked_of(files, at, request)
+    if at.counts.size:
+        return at
+    at, file = _masks.counted(files, at, texts), f"{request.run}.cohort"
+    memory.keep(file, pack({**kept, "counts": at.counts}, file))
+    return at
+
+
+def _member(files: Path, folder: Path, memory: Memory, run: str) -> tuple[_masks.Place, dict[str, Any]]:
+    """The site's place in the cohort of a run as far as it is known, and what is stored; or DeclarationError."""
+    file = f"{run}.cohort"
     raw = memory.recall(file)
     if raw is None:
         raise DeclarationError("a request of a run whose cohort this site has not joined: it answers under masks alone")
-    kept = unpack(raw, repr(file), file)
-    at = _masks.place(files, folder, request.run, _masks.unpack_cohort(kept))
-    _masks.asked_of(files, at, request)
-    if kept["counts"].size:
-        return at._replace(counts=kept["counts"])
-    at = _masks.counted(files, at, texts)
-    memory.keep(file, pack({**kept, "counts": at.counts}, file))
-    return at
+    kept = dict(unpack(raw, repr(file), file))
+    at = _masks.place(files, folder, run, _masks.unpack_cohort(kept))
+    return at._replace(counts=kept["counts"]), kept
 
 
 def _answered(
@@ -433,21 +436,76 @@ def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parc
 
 def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel, guard: _guard.Guard) -> Message:
     try:
-        client_id, run, seed, status = _wire.unpack_conclusion(parcel[1])
+        over = Over(*_wire.unpack_conclusion(parcel[1]), parcel[0])
     except Malformed as error:
         _refuse(guard, {"event": "conclusion"}, f"malformed: {error}"[:200])
         return {}
-    if not _guard.concluded(guard, run):
-        logger.warning("client %s was told before that run %s is over", client_id, run)
+    if node.secure is not None:
+        return _concluded_under_masks(node, config, memory, over, guard)
+    if not _guard.concluded(guard, over.run):
+        logger.warning("client %s was told before that run %s is over", over.client_id, over.run)
         return {}
+    return _drawn(node, config, memory, over, guard)
+
+
+class Over(NamedTuple):
+    """The message that a run is over."""
+
+    client_id: str
+    run: str
+    seed: int  # of the client's draws
+    status: Status
+    message: Message
+
+
+def _concluded_under_masks(
+    node: Node, config: Mapping[str, Any], memory: Memory, over: Over, guard: _guard.Guard
+) -> Message:
+    """The site's words, of which some may be noise; they are kept, and are the same whenever it is asked the same."""
+    about = {"event": "conclusion", "run": over.run, "client": over.client_id}
+    try:
+        at, _ = _member(*_files(node), memory, over.run)
+        if over.client_id != at.member.name:
+            raise DeclarationError(f"client {over.client_id!r} was told of its end, and this is {at.member.name!r}")
+    except DeclarationError as error:
+        _refuse(guard, about, f"sums: {error}")
+        return {}
+    asked, file = _masks.asked_at_end(over.run, over.seed, over.message, over.status), f"{over.run}.conclusion"
+    raw = memory.recall(file)
+    digest, words = ("", {}) if raw is None else unpack(raw, repr(file), file)
+    if digest == asked.hex():
+        _guard.note(guard, None, **about, repeated=True)
+        return dict(words)
+    if not _guard.concluded(guard, over.run, asked.hex()):
+        return {}
+    told: Message = {}
+    try:  # whether the site can tell depends on its data: it answers by noise where it cannot
+        told = _drawn(node, config, memory, over, guard, at)
+    except Exception:
+        logger.exception("client %s drew no posterior", over.client_id, extra={"client": over.client_id})
+    words = _masks.concluded(at, asked, told, _conclusions.SUMS)
+    memory.keep(file, pack((asked.hex(), words), file))
+    return words
+
+
+def _drawn(
+    node: Node,
+    config: Mapping[str, Any],
+    memory: Memory,
+    over: Over,
+    guard: _guard.Guard,
+    at: _masks.Place | None = None,
+) -> Message:
+    """Draw and write the client's own posterior; return what its policy lets out, of a cohort or of itself alone."""
+    client_id, run, seed, status, message = over
     here = enrolled(node, config, memory, client_id)
     for file, raw in same_data(memory, here.client, run).items():
         memory.keep(file, raw)
     name = name_of_kept(node.algorithm, node.client_id(config), run, client_id)
     personal = recalled(node.algorithm, memory, name, client_id).personal
-    request = Request(client_id, 0, 0, (seed,), parcel[0], run)
+    request = Request(client_id, 0, 0, (seed,), message, run)
     drawing = node.draws, node.chains, seed
-    result = idata.from_groups(client_posterior(node.algorithm, here.client, personal, parcel[0], drawing, status))
+    result = idata.from_groups(client_posterior(node.algorithm, here.client, personal, message, drawing, status))
     assert node.folder is not None
     path = node.folder / f"{quote(client_id, safe='')}.nc"
     partial = path.with_name(path.name + ".partial")
@@ -456,10 +514,13 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Par
     partial.chmod(0o600)  # a library may make the file anew
     partial.replace(path)
     logger.info("client %s: posterior written to %s", client_id, path)
-    names = _guard.tells(guard, node.algorithm, here.client, request) if node.secure is None else ()
+    if at is not None and at.counts.size:
+        guard = guard._replace(cohort=_guard.summed(here.client.view(_guard.tally), at.counts, len(at.names)))
+    names = _guard.tells(guard, node.algorithm, here.client, request)
     if not names:
         return {}
-    return _guard.let_out(guard, here.client, request, tell(names, node.algorithm, here, parcel[0], result, seed))
+    told = _conclusions.tell(names, node.algorithm, here.declaration, here.client, message, result, seed)
+    return _guard.let_out(guard, here.client, request, told)
 
 
 # What a node stores between two requests: personal state, the last answer, and digests of the data --------------------
@@ -522,63 +583,3 @@ def recalled(algorithm: AnyAlgorithm, memory: Memory, name: str, client_id: str)
             raise LocalFailure("its lasting state cannot be read; see the site's log") from error
         logger.warning("client %s starts with blank personal state: %s", client_id, error)
         return Kept()
-
-
-# Summaries of its rows that a site sends when a run is over, for `fedppl.loo` and `fedppl.conflict` -------------------
-
-_LENGTHS = {"loo": len(SUMS), "conflict": 2}
-MOST_BYTES = 4096  # of all summaries of a site
-
-
-def tell(
-    names: Sequence[str], algorithm: AnyAlgorithm, here: Enrolled, message: Message, drawn: Any, seed: int
-) -> Message:
-    """Compute the summaries that the policy names; one that fails is left out, and the site's log says why."""
-    results: dict[str, Array] = {}
-    computed: dict[str, Callable[[], Array]] = {
-        "loo": lambda: _loo(here.client, drawn),
-        "conflict": lambda: _conflict(algorithm, here, message, seed),
-    }
-    for name in names:
-        try:
-            value = computed[name]()
-            if not np.all(np.isfinite(value)):
-                raise ValueError("it is not finite")
-            results[name] = value
-        except Exception:  # any part of a user's model may fail; the other summaries are sent all the same
-            logger.warning("client %s has no %r to tell", here.client.client_id, name, exc_info=True)
-    return results
-
-
-def _loo(client: ClientModel, drawn: Any) -> Array:
-    """Sums of leave-one-out log densities over rows."""
-    require_rows(client, "leaving rows out")
-    if drawn["posterior"].attrs.get("fedppl_point_estimate") or client.pymc_model().potentials:
-        raise ValueError("no rows are left out of point estimates or potentials")
-    densities = pymc_groups(client, idata.as_dataset(drawn["posterior"]), ("log_likelihood",), 0)
-    return np.array(sums_of(rows_of(densities)))
-
-
-def _conflict(algorithm: AnyAlgorithm, here: Enrolled, message: Message, seed: int) -> Array:
-    """P-value and statistic, of q without the client, which the final message must hold."""
-    concludes = algorithm.disclosure.concludes
-    if concludes is None or knows_cavities(algorithm) is None:
-        raise ValueError(f"{algorithm.name} has no posterior of the shared variables without each client")
-    ((_, cavity),) = concludes(here.client.layout, message).targets
-    rng = stream((seed, 4, *here.client.client_id.encode()))
-    others = WithoutClient(cavity, None, LogEvidence(np.nan, np.nan))
-    return np.array(tested(here.declaration, here.client, others, FEWEST, rng))
-
-
-def read_told(arrays: Message) -> Message:
-    """Check the summaries of a site, or raise `Malformed`."""
-    for name, value in arrays.items():
-        require(name in _LENGTHS, f"{name!r}, expected one of {sorted(_LENGTHS)}")
-        require(value.shape == (_LENGTHS[name],), f"{name!r} has shape {value.shape}, expected {(_LENGTHS[name],)}")
-        require(bool(np.all(np.isfinite(value))), f"{name!r} is not finite")
-    if "loo" in arrays:
-        reason = implausible(np.asarray(arrays["loo"], dtype=float))
-        require(reason is None, f"'loo': {reason}")
-    if "conflict" in arrays:
-        require(0 < arrays["conflict"][0] <= 1, f"'conflict' has the p-value {arrays['conflict'][0]}")
-    return {name: np.asarray(value, dtype=float) for name, value in arrays.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -349,15 +349,18 @@ def observed_graph(parts: Parts, shared: Sequence[Variable]) -> tuple[Any, tuple
 
 
 @untraced()
-def observed_given_all(parts: Parts) -> tuple[dict[Any, Any], tuple[Any, ...], list[Any]]:
+def observed_given_all(
+    parts: Parts, of: Callable[[Any, list[Any]], list[Any]] = lambda model, rvs: model.logp(vars=rvs, sum=False)
+) -> tuple[dict[Any, Any], tuple[Any, ...], list[Any]]:
     """The same of the free variables as they are declared: (their values, inputs, one output per observed variable).
 
-    Values are mapped to variables of their draws, which may have any lengths.
+    Values are mapped to variables of their draws, which may have any lengths. Outputs are log densities by row, or
+    others `of` the model and its observed variables.
     """
     model = remove_value_transforms(parts.model)
     replace, inputs = inputs_for(parts._replace(model=model, data=tuple(model[v.name] for v in parts.data)))
     free, observed = ([model[rv.name] for rv in of] for of in (parts.model.free_RVs, parts.model.observed_RVs))
-    outputs = clone_replace(model.logp(vars=observed, sum=False), replace)
+    outputs = clone_replace(of(model, observed), replace)
     values = [model.rvs_to_values[rv] for rv in free]
     shapes = [(None, *(1 if length == 1 else None for length in v.type.shape)) for v in values]
     draws = {v: pt.TensorType(v.type.dtype, shape=shape)() for v, shape in zip(values, shapes, strict=True)}

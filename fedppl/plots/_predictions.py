@@ -257,7 +257,9 @@ def calibration(found: Any, *, ax: Any = None, figsize: Size = None) -> Any:
 # The reliability diagram of `fedppl.metrics` --------------------------------------------------------------------------
 
 
-def reliability(probabilities: Any, outcomes: Any, *, bins: int = 15, ax: Any = None, figsize: Size = None) -> Any:
+def reliability(
+    probabilities: Any, outcomes: Any = None, *, bins: int = 15, ax: Any = None, figsize: Size = None
+) -> Any:
     r"""Draw the accuracy of predictions against their confidence, and the distribution of the confidence.
 
     The bins, and the expected calibration error in the title, are those of `fedppl.metrics`:
@@ -267,7 +269,9 @@ def reliability(probabilities: Any, outcomes: Any, *, bins: int = 15, ax: Any = 
     Parameters
     ----------
     probabilities, outcomes, bins
-        As in `fedppl.metrics.reliability`; of two classes also the probability of the second alone, (n,).
+        As in `fedppl.metrics.reliability`; of two classes also the probability of the second alone, (n,). Or the
+        result of `fedppl.reliability` alone, whose tenths of the probability of a one are drawn against the share of
+        ones.
     ax, figsize
         As in all of `fedppl.plots`.
 
@@ -279,6 +283,8 @@ def reliability(probabilities: Any, outcomes: Any, *, bins: int = 15, ax: Any = 
     ------
     DataError
         For probabilities that are none, labels that are no classes, or no rows; for `bins` below 1 or not whole.
+    DeclarationError
+        For what is no result of `fedppl.reliability` where there are no outcomes.
 
     Examples
     --------
@@ -293,6 +299,8 @@ def reliability(probabilities: Any, outcomes: Any, *, bins: int = 15, ax: Any = 
     confident of one class and too little of another can look right. Bars of few rows are mostly noise. A bin without
     rows has no bar; one in which no row was right has none either, but a dot.
     """
+    if outcomes is None:
+        return _by_tenths(probabilities, ax, figsize)
     probability = np.asarray(probabilities, dtype=float)
     if probability.ndim == 1:
         probability = np.column_stack([1.0 - probability, probability])
@@ -311,6 +319,21 @@ def reliability(probabilities: Any, outcomes: Any, *, bins: int = 15, ax: Any = 
     lower.axvline(float(probability.max(axis=1).mean()), color="black", linestyle="--", label="mean confidence")
     lower.set(xlabel="confidence", ylabel="share of rows")
     lower.legend(frameon=False, fontsize=8)
+    return both
+
+
+def _by_tenths(found: Any, ax: Any, figsize: Size) -> Any:
+    """Shares of ones against mean probabilities, and rows, by tenths."""
+    if not hasattr(found, "log_score"):
+        remedy = "pass it with outcomes=, or what fedppl.reliability(fit) returned"
+        raise DeclarationError(f"probabilities={shown(found)} come without outcomes; {remedy}.")
+    table = found.bins[found.bins["rows"] > 0]
+    upper, lower = both = _fit.panels(ax, 2, 1, (4.0, 6.0), figsize, sharex=True)
+    upper.plot([0, 1], [0, 1], color="0.4", linestyle="--", linewidth=1)
+    upper.plot(table["predicted"], table["observed"], ".-", color="C0", clip_on=False)
+    upper.set(ylabel="share of ones", xlim=(0, 1), ylim=(0, 1), title=f"Brier score {found.brier:.3f}")
+    lower.bar((table["low"] + table["high"]) / 2, table["rows"] / found.rows, width=0.1, edgecolor="white")
+    lower.set(xlabel="predicted probability", ylabel="share of rows")
     return both
 
 

@@ -200,7 +200,8 @@ class Fit(Ended):
     seconds
         Wall time of all rounds.
     told
-        Numbers that sites of their own sent at the end, by client, for `fedppl.loo` and `fedppl.conflict`.
+        Numbers that sites of their own sent at the end, by client, for `fedppl.loo`, `fedppl.reliability` and
+        `fedppl.conflict`; under an empty name sums over all of them, which were under masks.
     drawn
         Draws of clients' posteriors from the file of a fit that was loaded.
     """

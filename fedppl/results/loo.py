@@ -19,7 +19,7 @@ from fedppl.results import idata
 from fedppl.results.at_client import has_rows, observed_values
 from fedppl.results.diagnostics import listed
 from fedppl.results.fit import Fit
-from fedppl.results.records import require_arrived
+from fedppl.results.records import COHORT, require_arrived, told_sums
 from fedppl.settings import a_fit, shown, some_of, whole
 from fedppl.types import Array, DataError, DeclarationError, NotConvergedError
 
@@ -42,8 +42,8 @@ class Loo:
         Number of rows.
     good, bad, very_bad
         How many rows have a Pareto k up to the limit, up to 1, and above: of bad rows elpd is not known well.
-    clients
-        A row a client with the same figures.
+    n_clients
+        Number of clients.
     status
         Of the fit: if it has not converged, these figures say little.
     """
@@ -55,13 +55,30 @@ class Loo:
     good: int
     bad: int
     very_bad: int
-    clients: pd.DataFrame
+    n_clients: int
     status: str
+    _by_client: pd.DataFrame | None
+
+    @property
+    def clients(self) -> pd.DataFrame:
+        """A row a client with the same figures.
+
+        Raises
+        ------
+        DeclarationError
+            Of sites whose server had sums over all of them alone.
+        """
+        if self._by_client is None:
+            raise DeclarationError(
+                "loo has no table by client: sites' answers were under masks, so that the server had their sums alone; "
+                "a site can look at its own posterior, the file in its folder."
+            )
+        return self._by_client
 
     def __repr__(self) -> str:
         """One line; `clients` has a row for each."""
         known = "all well known" if self.good == self.rows else f"{self.bad + self.very_bad} not well known"
-        rows = f"{self.rows} rows, {known}, of {len(self.clients)} clients; {self.status}"
+        rows = f"{self.rows} rows, {known}, of {self.n_clients} clients; {self.status}"
         return f"Loo(elpd {self.elpd:.1f}, se {self.se:.1f}, p_loo {self.p_loo:.1f}; {rows})"
 
 
@@ -111,23 +128,35 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
        WAIC, Statistics and Computing 27.
     """
     a_fit(fit)
-    if len(fit.clients) < len(fit.client_ids):
+    if _is_elsewhere(fit):
         sums = _of_sites(fit)
     else:
         sums = {name: sums_of(rows) for name, rows in _by_row(fit, draws, chains, random_seed).items()}
+    return _added(fit, sums)
+
+
+def _added(fit: Fit, sums: Mapping[str, RowSums]) -> Loo:
+    """The sum over clients, with a table by client where there are sums of each."""
     counts = ["rows", "good", "bad", "very_bad"]
     table = pd.DataFrame(sums.values(), index=pd.Index(list(sums), name="client"))
     total = table.sum()
     table.insert(1, "se", _se(table["elpd"], table["squares"], table["rows"]))
     _warn("fedppl.loo", fit, int(total["bad"] + total["very_bad"]), int(total["rows"]))
+    in_one = COHORT in sums
     return Loo(
         elpd=float(total["elpd"]),
         se=float(_se(total["elpd"], total["squares"], total["rows"])),
         p_loo=float(total["p_loo"]),
-        clients=table.drop(columns="squares").astype(dict.fromkeys(counts, int)),
+        n_clients=len(fit.client_ids) if in_one else len(table),
         status=fit.status.value,
+        _by_client=None if in_one else table.drop(columns="squares").astype(dict.fromkeys(counts, int)),
         **{name: int(total[name]) for name in counts},
     )
+
+
+def _is_elsewhere(fit: Fit) -> bool:
+    """Whether rows of clients are not in this process."""
+    return len(fit.clients) < len(fit.client_ids)
 
 
 def loo_compare(
@@ -140,7 +169,8 @@ def loo_compare(
     Parameters
     ----------
     fits
-        Name of a model to its fit; all of the same clients with the same rows, in this process.
+        Name of a model to its fit; all of the same clients with the same rows, in this process; or at sites whose
+        policies let sums out, as for `loo`.
     draws, chains, random_seed
         Of the clients' posteriors, as in `Fit.client`, at least 100 draws in all.
 
@@ -149,13 +179,14 @@ def loo_compare(
     pandas.DataFrame
         A row a model: ``rank``, ``elpd``, its standard error ``se``, ``p_loo``, ``elpd_diff``, by how much the best has
         more, with the standard error ``dse`` of paired rows, the stacking ``weight``, and how many rows have a
-        Pareto k above the limit, ``bad``; the ``status`` of the fit.
+        Pareto k above the limit, ``bad``; the ``status`` of the fit. Of sums that sites told rows are not paired: then
+        ``dse`` is a bound, the sum of both standard errors, and ``weight`` is NaN.
 
     Raises
     ------
     DeclarationError
-        If there are fewer than two fits, data of clients are not here, a model has a potential, one has no posterior of
-        its clients, draws are too few, or all clients brought summaries.
+        If there are fewer than two fits, data of clients are not here and sites sent no sums, a model has a potential,
+        one has no posterior of its clients, draws are too few, or all clients brought summaries.
     DataError
         If the fits are of other clients, or of other observations or the same in another order.
 
@@ -179,6 +210,8 @@ def loo_compare(
     .. [1] Yao et al. (2018), Using stacking to average Bayesian predictive distributions, Bayesian Analysis 13.
     """
     _require_comparable(fits, in_order=True)
+    if any(map(_is_elsewhere, fits.values())):
+        return _from_sums(fits)
     models = [_by_row(fit, draws, chains, random_seed) for fit in fits.values()]
     order = sorted(models[0])
     elpd = np.stack([np.concatenate([rows[client].elpd for client in order]) for rows in models])  # (models, rows)
@@ -201,6 +234,31 @@ def loo_compare(
     return table
 
 
+def _from_sums(fits: Mapping[str, Fit]) -> pd.DataFrame:
+    """Models ranked by sums that sites told. Rows are not paired: standard errors of differences are bounds."""
+    if here := [name for name, fit in fits.items() if not _is_elsewhere(fit)]:
+        remedy = "use fedppl.load(..., clients=) for the others, or compare fits over sites"
+        raise DeclarationError(f"rows of {some_of(here)} are here, and those of the other fits are not; {remedy}.")
+    found = {name: loo(fit) for name, fit in fits.items()}
+    if len({one.rows for one in found.values()}) > 1:
+        rows = {name: one.rows for name, one in found.items()}
+        raise DataError(f"fits are of {rows} rows; compare fits of the same outcomes.")
+    totals, se = (np.array([getattr(one, field) for one in found.values()]) for field in ("elpd", "se"))
+    best = int(np.argmax(totals))
+    columns = {
+        "elpd": totals,
+        "se": se,
+        "p_loo": [one.p_loo for one in found.values()],
+        "elpd_diff": totals[best] - totals,
+        "dse": np.where(np.arange(len(se)) == best, 0.0, se + se[best]),
+        "weight": np.nan,
+        "bad": [one.bad + one.very_bad for one in found.values()],
+        "status": [one.status for one in found.values()],
+    }
+    logger.warning("fedppl.loo_compare: of sums alone dse is a bound, se + se of the best, and there are no weights")
+    return _ranked(columns, fits, "elpd")
+
+
 def _warn(what: str, fit: Fit, bad: int, rows: int) -> None:
     """Warn of rows whose elpd is not known well, and of a point, which depends on the rows that are left out."""
     if bad:
@@ -212,17 +270,10 @@ def _warn(what: str, fit: Fit, bad: int, rows: int) -> None:
 
 
 def _of_sites(fit: Fit) -> dict[str, RowSums]:
-    require_arrived(fit, "fedppl.loo")
-    if silent := [k for k in fit.client_ids if "loo" not in fit.told.get(k, {})]:
-        absent = some_of([k for k in silent if k not in fit.clients])
-        remedy = 'use fedppl.load(path, model, clients=...) with all, or policies of sites with conclusions=("loo",).'
-        raise DeclarationError(f"rows of {absent} are not here, and they sent no sums; {remedy}")
-    return {k: RowSums(*map(float, fit.told[k]["loo"])) for k in fit.client_ids}
+    return {k: RowSums(*map(float, told)) for k, told in told_sums(fit, "loo", "fedppl.loo").items()}
 
 
 def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[str, Rows]:
-    if len(fit.clients) < len(fit.client_ids):
-        raise DeclarationError("rows of all clients are not here; use fedppl.load(..., clients=), or fedppl.compare.")
     require_arrived(fit, "fedppl.loo")
     if whole("draws", draws) * whole("chains", chains) < _FEWEST_DRAWS:
         raise DeclarationError(f"draws={draws} with chains={chains} are too few; use at least {_FEWEST_DRAWS} in all.")

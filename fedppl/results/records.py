@@ -14,6 +14,7 @@ from fedppl.contracts import AnyAlgorithm, Posterior, SharedReader
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.results import idata
+from fedppl.settings import some_of
 from fedppl.types import Array, DeclarationError, Layout, Message, NotConvergedError, Status
 
 
@@ -154,6 +155,37 @@ def unarrived(fit: Ended) -> str:
     if isinstance(result.shared, Posterior) and not gaussian.is_proper(result.shared.gaussian(fit.state)):
         return "q is not positive definite"
     return ""
+
+
+COHORT = ""  # in place of a client's id in `Fit.told`: sums over all clients, which nobody can take apart
+
+
+def told_sums(fit: Ended, name: str, what: str) -> dict[str, Any]:
+    """Sums over rows that sites told at the end, by client, or by `COHORT` the one sum of all; DeclarationError."""
+    require_arrived(fit, what)
+    cohort = fit.told.get(COHORT, {})
+    if name in cohort:
+        return {COHORT: cohort[name]}
+    rule = f"conclusions=({name!r},)"
+    if COHORT in fit.told:
+        why = "under masks there is one where the policies of all sites name it and all can compute it"
+        raise DeclarationError(
+            f"{what}: the cohort told no sum {name!r}; {why}: set {rule} in each, and see their logs."
+        )
+    if silent := [k for k in fit.client_ids if name not in fit.told.get(k, {})]:
+        absent = some_of([k for k in silent if k not in fit.clients])
+        remedy = f"use fedppl.load(path, model, clients=...) with all, or policies of sites with {rule}."
+        raise DeclarationError(f"rows of {absent} are not here, and they sent no sums; {remedy}")
+    return {k: fit.told[k][name] for k in fit.client_ids}
+
+
+def require_single(fit: Ended, what: str) -> None:
+    """Refuse what needs the answers of single clients, of a fit by sums over sites under masks."""
+    if COHORT in fit.told and not fit.clients:
+        remedy = "each site can look at its own posterior, in its client_app's folder, beside fit.idata, which you have"
+        raise DeclarationError(
+            f"{what} needs single sites' answers, and the server had sums alone, under masks: {remedy}."
+        )
 
 
 def require_shared(fit: Ended) -> None:

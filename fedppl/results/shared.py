@@ -20,7 +20,7 @@ from fedppl.numerics.reweighting import Reweighted, is_trusted
 from fedppl.numerics.streams import standard_normal, stream
 from fedppl.numerics.tolerances import MOST_SECOND_K, SCRAMBLES
 from fedppl.results import idata
-from fedppl.results.records import Ended, require_arrived, require_shared, rounds_dataset, unarrived
+from fedppl.results.records import Ended, require_arrived, require_shared, require_single, rounds_dataset, unarrived
 from fedppl.settings import chosen, shown, some_of, whole
 from fedppl.types import Array, DeclarationError, Status
 
@@ -276,6 +276,7 @@ def influence(fit: Ended, clients: Sequence[str] | str | None = None) -> xr.Data
     if not isinstance(shared, Posterior) or shared.without is None:
         raise DeclarationError(f"{fit.algorithm.name} has no posterior without each client; use fedppl.EP().")
     require_arrived(fit, "fit.influence()")
+    require_single(fit, "fit.influence()")
     names = chosen("clients", clients, fit.client_ids, "the fit's clients")
     points, q = weighted_of(fit), shared.gaussian(fit.state)
     each = shared.without(fit.state, names, fit.clients)

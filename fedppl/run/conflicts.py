@@ -27,7 +27,7 @@ from fedppl.numerics.streams import stream
 from fedppl.results import idata
 from fedppl.results.at_client import NO_DRAWS, outcomes
 from fedppl.results.fit import Fit
-from fedppl.results.records import require_arrived
+from fedppl.results.records import require_arrived, require_single
 from fedppl.results.shared import is_exact
 from fedppl.run.progress import Run
 from fedppl.settings import a_fit, chosen, whole
@@ -127,6 +127,7 @@ def knows_cavities(
 
 def _of_sites(fit: Fit, clients: Sequence[str] | str | None, replicates: int) -> xr.Dataset:
     names = chosen("clients", clients, list(fit.client_ids), "the clients that took part")
+    require_single(fit, "fedppl.conflict")
     if replicates != FEWEST:
         raise DeclarationError(f"replicates={replicates}: sites have {FEWEST}, drawn when the run was over.")
     if not any("conflict" in fit.told.get(name, {}) for name in names):

@@ -118,8 +118,9 @@ def _concluded(run: Run, result: Fit) -> Fit:
     elif not (reason := unarrived(result)):
         final = functools.partial(run.algorithm.result.final_message, run.state)
         messages = run.engine.conclude(final, run.name, run.seed, result.status)
-        if any(messages.values()):  # a site sends its message once, and nothing where it is asked again
-            run.told = {**run.told, **{client_id: message for client_id, message in messages.items() if message}}
+        if messages:  # a site sends its message once, and nothing where it is asked again
+            new = {name: message for name, message in messages.items() if message or name not in run.told}
+            run.told = {**run.told, **new}
             save(run)
         result = dataclasses.replace(result, told=run.told)
     elif not run.models:

@@ -19,7 +19,7 @@ from fedppl.model.interpreted import at_level
 from fedppl.results import diagnostics, idata
 from fedppl.results.at_client import outcomes, truths
 from fedppl.results.fit import Fit
-from fedppl.results.records import unarrived
+from fedppl.results.records import require_single, unarrived
 from fedppl.run.loop import Options, require_declared, seed_of
 from fedppl.run.loop import fit as fit_clients
 from fedppl.run.progress import Progress
@@ -267,6 +267,7 @@ def without(
         raise DeclarationError(f"{sorted(taken)} are those of the fit; leave them out.")
     here = all(name in fit.clients for name in rest)
     if not here and settings.get("engine") is None:
+        require_single(fit, "fedppl.without")
         remedy = f"an engine for them alone: fedppl.Flower.grid(grid, clients={shown(rest)}, ...)"
         raise DeclarationError(
             f"data of those that stay are not here; fedppl.load(..., clients=...) them, or pass {remedy}."

@@ -24,9 +24,9 @@ from fedppl.contracts import Request
 from fedppl.engine import account as _account
 from fedppl.engine.guard import Ledger, Run, in_memory, let_out, tells
 from fedppl.flower import node as _node
+from fedppl.flower.conclusions import read_told
 from fedppl.flower.decode import Malformed
 from fedppl.flower.messages import CONCLUDE
-from fedppl.flower.node import read_told
 from fedppl.gaussian import Gaussian
 from fedppl.local.target import pack_target
 from fedppl.storage.signed import file_memory
@@ -84,8 +84,9 @@ def test_sites_tell_sums_over_rows_and_a_p_value_as_clients_here_do(tmp_path: Pa
     assert_allclose([found.elpd, found.se, found.p_loo], [expected.elpd, expected.se, expected.p_loo], rtol=1e-6)
     assert_allclose(found.clients["elpd"], expected.clients["elpd"].loc[found.clients.index], rtol=1e-6)
     assert_allclose(fedppl.conflict(there)["p_value"], fedppl.conflict(here)["p_value"], atol=1e-12)
-    with pytest.raises(DeclarationError, match="compare"):
-        fedppl.loo_compare({"one": there, "another": there})
+    table = fedppl.loo_compare({"one": there, "another": there})  # rows are not paired
+    assert_allclose(table["elpd"], found.elpd)
+    assert table["weight"].isna().all() and table["dse"].max() == pytest.approx(2 * found.se)
 
 
 def test_who_does_not_tell_is_named(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from fedppl import DeclarationError, Policy, audit, gaussian, site
 from fedppl.contracts import Failure, Reply, Request
 from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED
-from fedppl.flower import masks, wire
+from fedppl.flower import conclusions, masks, wire
 from fedppl.flower.decode import Parcel
 from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GREET, JOIN, from_content, to_content
 from fedppl.numerics.streams import client_seed
@@ -119,8 +119,9 @@ def test_a_fit_over_sites_is_the_plain_one_and_the_server_is_sent_noise(tmp_path
             assert set(arrays) == {masks.WORDS} and texts["info"] == "{}" and not texts["reason"]
             assert set(texts) == {"client_id", "nonce", "fingerprint", "info", "reason"}
             words.append(bits(arrays[masks.WORDS]))
-        if message.metadata.message_type == CONCLUDE:  # "loo" would leave by the policy
-            assert not arrays and set(texts) == {"client_id"}
+        if message.metadata.message_type == CONCLUDE:
+            assert set(arrays) == set(conclusions.SUMS) and set(texts) == {"client_id"}
+            words += [bits(part) for part in arrays.values()]
     noise = np.concatenate(words)
     assert abs(noise.mean() - 0.5) < 5 * 0.5 / np.sqrt(len(noise))
     for name in NAMES:
@@ -189,7 +190,7 @@ def test_a_site_that_drops_out_is_asked_again_and_no_number_changes(tmp_path: Pa
     assert len(grid.sent) == len(others.sent) + len(lost)
     lines = list(audit.lines(tmp_path / "at client 0" / "audit.jsonl"))
     requests = [line for line in lines if line["event"] == "request" and not line.get("repeated")]
-    assert len(requests) == len(missing.records)
+    assert len(requests) == len(missing.records) + 1  # for what is told at the end
 
 
 def test_a_site_that_stays_away_ends_the_run_and_its_name_is_told(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from fedppl.local.conditional_draws import draw_weighted
 from fedppl.local.integrate import Stacked
 from fedppl.local.log_factors import factor
 from fedppl.local.nested_laplace import NestedLaplace
-from fedppl.local.target import pack_target
+from fedppl.local.target import at_target, pack_target
 from fedppl.numerics import tolerances as common
 from fedppl.numerics.coordinates import of_phi, to_phi
 from fedppl.numerics.importance import effective_size, jackknife, normalise, quadratic_terms, skewness, weighted_moments
@@ -144,7 +144,9 @@ def Sums(*, points: int = 512, pilot: int = 256, starts: int | str = "auto") -> 
             resume=_resume,
         ),
         needs=contracts.Needs(_LOCAL.check),
-        disclosure=contracts.Disclosure(_asks, at_sites=functools.partial(_at_sites, by_number=by_number)),
+        disclosure=contracts.Disclosure(
+            _asks, at_sites=functools.partial(_at_sites, by_number=by_number), concludes=at_target
+        ),
         batch=Batch(
             _update_client, None, lambda clients: (), lambda parts: (), stacks=integrate.stacks, summed=_of_stack
         ),
