@@ -581,7 +581,7 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Any) -> None:
     first = list(fedppl.rounds(model, clients, algorithm, rounds=2, **settings))
     rest = list(fedppl.rounds(model, clients, algorithm, rounds=9, **settings))
     assert [len(first), len(rest)] == [2, 1]
-    assert list(rest[-1].state.replies) == [3, 3]
+    assert list(rest[-1].state.taken.replies) == [3, 3]
 
 
 def test_a_request_without_noise_in_its_stream_is_answered_by_the_engine_too() -> None:

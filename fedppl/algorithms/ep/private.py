@@ -153,7 +153,7 @@ def PrivateEP(
         update_client=functools.partial(_update_client, matching=matching, mechanism=mechanism, normals=_normals),
         update_server=functools.partial(private_step, mechanism=mechanism, matching=matching),
         replies=contracts.Replies(
-            lambda state: {"site": (length(state.structure),)},
+            lambda state: {"site": (length(state.problem.structure),)},
             functools.partial(_reject, mechanism=mechanism),
             summed=contracts.always,
         ),
@@ -274,19 +274,31 @@ def _draw(
 # The server's part: q moves by the sum of noised sites, with the covariance of their noise in it ----------------------
 
 
-class PrivateEPState(NamedTuple):
-    """What the next round needs: q, what of each client is in it, and its noise. No client's site is here."""
+class Problem(NamedTuple):
+    """What stays the same in a run."""
 
-    run: float  # names this run
+    run: float  # names it
     where: Mapping[str, int]  # client id to its row
     structure: Structure
     prior: Gaussian
     prior_share: float  # 1 / K when the prior is not Gaussian
+
+
+class Taken(NamedTuple):
+    """Of each client's replies, (K,)."""
+
+    replies: Array  # how many arrived
+    counted: Array  # round of the last one
+    steps: Array  # that q took of that one
+
+
+class PrivateEPState(NamedTuple):
+    """What the next round needs: q, what of each client is in it, and its noise. No client's site is here."""
+
+    problem: Problem
     q: Gaussian
     rounds: int  # each client has released at most once in each
-    replies: Array  # (K,) how many arrived
-    counted: Array  # (K,) round of the last one
-    steps: Array  # (K,) that q took of that one
+    taken: Taken
     noise: Array  # (m, m) covariance that the clients' noise gives q's linear, about its mean
     last_change: Array  # (m,) of a mean or a log sd in the last round, in posterior sds, before damping
 
@@ -306,17 +318,18 @@ class PrivateEPInfo(NamedTuple):
 def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, matching: ep.Matching) -> PrivateEPState:
     _sites.say_if_large(layout, "PrivateEP")
     none = np.zeros(len(clients))
-    return PrivateEPState(
+    problem = Problem(
         run=float(rng.integers(2**53)),
         where={client_id: k for k, client_id in enumerate(clients)},
         structure=_sites.structure_of(matching.structure, layout),
         prior=layout.prior,
         prior_share=0.0 if layout.prior_is_gaussian else 1.0 / len(clients),
+    )
+    return PrivateEPState(
+        problem,
         q=layout.prior,
         rounds=0,
-        replies=none,
-        counted=none,
-        steps=none,
+        taken=Taken(none, none, none),
         noise=np.zeros((layout.size, layout.size)),
         last_change=np.full(layout.size, np.nan),
     )
@@ -334,9 +347,17 @@ def _final_message(state: PrivateEPState, client_id: str) -> Message:
 
 def _told(state: PrivateEPState, client_id: str) -> Message:
     """q, and what was made of the client's last reply that counted: under masks the same for all."""
-    k = state.where.get(client_id)
-    counted, step, share = (0.0, 0.0, 0.0) if k is None else (state.counted[k], state.steps[k], state.prior_share)
-    numbers = {"prior_share": share, "run": state.run, "round": state.rounds + 1, "counted": counted, "step": step}
+    k = state.problem.where.get(client_id)
+    counted, step, share = (
+        (0.0, 0.0, 0.0) if k is None else (state.taken.counted[k], state.taken.steps[k], state.problem.prior_share)
+    )
+    numbers = {
+        "prior_share": share,
+        "run": state.problem.run,
+        "round": state.rounds + 1,
+        "counted": counted,
+        "step": step,
+    }
     q = {"global_linear": state.q.linear, "global_precision": gaussian.pack_triangle(state.q.precision)}
     return {**q, **{name: np.array(float(value)) for name, value in numbers.items()}}
 
@@ -344,7 +365,7 @@ def _told(state: PrivateEPState, client_id: str) -> Message:
 def _reject(state: PrivateEPState, reply: Message, *, mechanism: Mechanism) -> str | None:
     """A clipped vector with noise has a bounded norm, but for a probability below 10⁻²⁰; so has a change of some."""
     norm = float(np.linalg.norm(reply["site"]))
-    bound = mechanism.clip + tol.NOISE_NORM * mechanism.sd * np.sqrt(length(state.structure))
+    bound = mechanism.clip + tol.NOISE_NORM * mechanism.sd * np.sqrt(length(state.problem.structure))
     limit = bound * (tol.MOST_CHANGED if mechanism.shared_by == 1 else 1.0)
     return f"'site' has norm {norm:.3g}, above {limit:.3g}: it was not clipped" if norm > limit else None
 
@@ -355,7 +376,7 @@ def precision_weight(state: PrivateEPState, mechanism: Mechanism) -> float:
     The noise of K precisions, a symmetric matrix, has a norm of about √(2 m K) times an entry's. A site has about 1 / K
     of q's precision and moves its mean by 1 / √K sds: with weight √K both have equal shares of the norm.
     """
-    m, count = state.structure.size, len(state.where)
+    m, count = state.problem.structure.size, len(state.problem.where)
     return float(np.clip(mechanism.sd / tol.NOISE_OF_PRECISION * np.sqrt(2 * m * count), 1.0, np.sqrt(count)))
 
 
@@ -379,11 +400,16 @@ def private_step(
     """Move q by a step along the summed change, with the noise and ε so far; nothing where nobody replied."""
     state = state._replace(rounds=state.rounds + 1)
     epsilons = _spent(state, mechanism)
-    rows = [state.where[client_id] for client_id in received.names]
+    rows = [state.problem.where[client_id] for client_id in received.names]
     if not rows:
         return state, Report(PrivateEPInfo("private EP", 0.0, 0.0, matching.damping, _relative(state), *epsilons))
-    q, m, count, weight = state.q, state.structure.size, len(state.where), precision_weight(state, mechanism)
-    replies, counted, steps = state.replies.copy(), state.counted.copy(), state.steps.copy()
+    q, m, count, weight = (
+        state.q,
+        state.problem.structure.size,
+        len(state.problem.where),
+        precision_weight(state, mechanism),
+    )
+    replies, counted, steps = (each.copy() for each in state.taken)
     replies[rows] += 1
     change = _summed_change(state, received.sums()["site"], weight, mechanism)
     # Sites are replaced in the first half of the releases, and averaged with their noise in the second. A round's noise
@@ -396,11 +422,7 @@ def private_step(
     counted[rows], steps[rows] = state.rounds, step
     remaining = 1 - len(rows) / count * (1 - (1 - step) ** 2)
     after = state._replace(
-        q=moved,
-        replies=replies,
-        counted=counted,
-        steps=steps,
-        noise=remaining * state.noise + (step * fresh) ** 2 * q.precision,
+        q=moved, taken=Taken(replies, counted, steps), noise=remaining * state.noise + (step * fresh) ** 2 * q.precision
     )
     shift, stretch = _moves(q, moved, step)
     if step:
@@ -415,10 +437,14 @@ def private_step(
 
 def _summed_change(state: PrivateEPState, total: Array, weight: float, mechanism: Mechanism) -> Gaussian:
     """The sum of the changes of all sites that replied, as natural parameters with a full precision."""
-    linear, packed = unwhiten(frame_of(state.q, state.structure, weight), np.asarray(total, dtype=float)[None])
-    change = Gaussian(linear[0], structure.unpack_precision(packed[0], state.structure))
+    linear, packed = unwhiten(frame_of(state.q, state.problem.structure, weight), np.asarray(total, dtype=float)[None])
+    change = Gaussian(linear[0], structure.unpack_precision(packed[0], state.problem.structure))
     # Replies under shared noise are sites, of all clients.
-    return change if mechanism.shared_by == 1 else gaussian.quotient(change, gaussian.quotient(state.q, state.prior))
+    return (
+        change
+        if mechanism.shared_by == 1
+        else gaussian.quotient(change, gaussian.quotient(state.q, state.problem.prior))
+    )
 
 
 def _longest_proper(q: Gaussian, change: Gaussian, longest: float, shortest: float) -> tuple[float, Gaussian]:
@@ -442,7 +468,7 @@ def _moves(q: Gaussian, moved: Gaussian, step: float) -> tuple[Array, Array]:
 def _spent(state: PrivateEPState, mechanism: Mechanism) -> tuple[float, float]:
     """ε of a client so far: against the server and all sites but `shared_by`, and against the server alone."""
     count, z = min(state.rounds, mechanism.releases), mechanism.noise_multiplier
-    more = len(state.where) / mechanism.shared_by if mechanism.shared_by > 1 else 1.0
+    more = len(state.problem.where) / mechanism.shared_by if mechanism.shared_by > 1 else 1.0
     spent, alone = (privacy.epsilon(one, count, mechanism.delta) for one in (z, z * float(np.sqrt(more))))
     return spent, alone
 
@@ -456,7 +482,7 @@ def _judge(state: PrivateEPState, info: PrivateEPInfo, arrived: bool, mechanism:
     """Status and message: done when the releases are used up, converged if q has arrived as far as the noise shows."""
     spent = f"ε = {info.epsilon:.3g} at δ = {mechanism.delta:g} so far for all the data of one client"
     if mechanism.shared_by > 1:
-        helpers = len(state.where) - mechanism.shared_by
+        helpers = len(state.problem.where) - mechanism.shared_by
         spent += f", against the server with {helpers} sites; {info.epsilon_alone:.3g} against the server alone"
     change = max(info.change_mean, info.change_sd)
     few = "no damped step keeps q positive definite: too much noise for so few clients; lower clip="
@@ -468,7 +494,7 @@ def _judge(state: PrivateEPState, info: PrivateEPInfo, arrived: bool, mechanism:
         (arrived, Status.CONVERGED, f"to the clients' noise, {info.noise:.2g} posterior sds of a mean"),
         (True, Status.STALLED, moved),
     )
-    status = Status.RUNNING if np.any(state.replies < mechanism.releases) else status
+    status = Status.RUNNING if np.any(state.taken.replies < mechanism.releases) else status
     used_up = f"every client has used up releases={mechanism.releases}: " if status is Status.STALLED else ""
     return status, f"{used_up}{message}; {spent}"
 
