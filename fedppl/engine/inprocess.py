@@ -31,8 +31,9 @@ from fedppl.contracts import (
     Summed,
     unheard,
 )
+from fedppl.engine import few_rows_in_sums as in_sums
 from fedppl.engine.answer import answer, checked, level_of, message_of, take, take_sum
-from fedppl.engine.guard import admit_algorithm, in_memory, numbers, refuse_data, summed, tally
+from fedppl.engine.guard import admit_algorithm, in_memory, numbers, refuse_data, summed, tally, where_asked
 from fedppl.engine.policy import Holdings, Policy, refuse_cohort
 from fedppl.model.client import reader_of
 from fedppl.model.interpreted import set_back, settings
@@ -71,8 +72,12 @@ class InProcessEngine:
             masks.require_enough(len(models))
             self._secure = masks
         self._cohorts: dict[str, Mapping[str, Any]] = {}  # by run, where sums are secure
-        cohort = None if policy is None else _cohort_of(models, policy, secure=secure)
-        self._guards = {} if policy is None else {name: in_memory(policy, name, cohort) for name in models}
+        self._cohort = None if policy is None else _cohort_of(models, policy, secure=secure)
+        self._sums: dict[bytes, Any] = {}  # of rows' vectors over all clients, at a request's points
+        by_row, sums = algorithm.disclosure.by_row, None
+        if self._cohort and policy and any(in_sums.fails_alone(policy, models[name], by_row) for name in models):
+            sums = self._sum_at
+        self._guards = {} if policy is None else {name: in_memory(policy, name, self._cohort, sums) for name in models}
         for client_id, guard in self._guards.items():
             try:
                 admit_algorithm(guard, algorithm, models[client_id])
@@ -170,6 +175,7 @@ class InProcessEngine:
         """The sum over all clients under masks; nothing where one has no answer, or a number that is none."""
         masks = self._secure
         masks.require_all(requests, self.clients())
+        self._sum_rows(requests.make(requests.clients[0]))
         taken = take(self._asked, requests, accept, deadline, heard)
         if taken.failures:
             void: Summed = masks.void(taken.failures)
@@ -180,6 +186,25 @@ class InProcessEngine:
         hidden = {name: masks.masked(cohort[name], words, first.round) for name, words in parts.items()}
         self._cohorts[first.run] = {name: member for name, (member, _) in hidden.items()}
         total: Summed = masks.summed({name: part for name, (_, part) in hidden.items()}, first.shapes or {})
+        return total
+
+    def _sum_rows(self, request: Request) -> None:
+        """Sum what all clients' rows say where a request asks, if clients have to know it (`few_rows_in_sums`)."""
+        self._sums = {}
+        if self._cohort is None or next(iter(self._guards.values())).sums is None:
+            return
+        at = in_sums.places(self.layout(), where_asked(self._algorithm, self.layout(), request.message))
+        pool = self._pool = self._pool or ThreadPoolExecutor(self._workers)
+        parts = [pool.submit(in_sums.numbers, model, at, self._cohort) for model in self._models.values()]
+        try:
+            self._sums = {np.stack(at).tobytes(): np.sum([part.result() for part in parts], axis=0)}
+        finally:
+            set_back(self._settings)
+
+    def _sum_at(self, at: Sequence[Any]) -> Any:
+        """The sum at a request's points."""
+        if (total := self._sums.get(np.stack(at).tobytes())) is None:
+            raise DeclarationError("no sum of rows' vectors at these points")
         return total
 
     def _side_by_side(self) -> Sequence[Any]:
