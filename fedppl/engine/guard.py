@@ -108,6 +108,9 @@ def refuse_data(
 ) -> str | None:
     """The rule that the client's data break, or their changes since answers; its text must not leave the site."""
     rule = _of_data(guard, algorithm, client) or changed()
+    if rule is None and guard.sums is not None and guard.cohort is not None:  # in one process it is known beforehand
+        nowhere = Asked(np.zeros((0, client.layout.size)), np.zeros((0, client.layout.size)))
+        rule, _ = in_sums.refuse_points(guard.policy, client, nowhere, np.zeros(0), guard.cohort, guard.sums)
     note(guard, rule, **_introduction(client))
     return rule
 

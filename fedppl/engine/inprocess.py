@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedppl import gaussian
 from fedppl.contracts import (
     Accept,
     AnyAlgorithm,
@@ -74,9 +75,13 @@ class InProcessEngine:
         self._cohorts: dict[str, Mapping[str, Any]] = {}  # by run, where sums are secure
         self._cohort = None if policy is None else _cohort_of(models, policy, secure=secure)
         self._sums: dict[bytes, Any] = {}  # of rows' vectors over all clients, at a request's points
-        by_row, sums = algorithm.disclosure.by_row, None
-        if self._cohort and policy and any(in_sums.fails_alone(policy, models[name], by_row) for name in models):
-            sums = self._sum_at
+        self._is_gated = False
+        if policy is not None and self._cohort is not None:
+            by_row = algorithm.disclosure.by_row
+            self._is_gated = any(in_sums.fails_alone(policy, models[name], by_row) for name in models)
+        sums = self._sum_at if self._is_gated else None
+        if self._is_gated:
+            self._sum_rows([gaussian.mean(self.layout().prior)])
         self._guards = {} if policy is None else {name: in_memory(policy, name, self._cohort, sums) for name in models}
         for client_id, guard in self._guards.items():
             try:
@@ -175,12 +180,14 @@ class InProcessEngine:
         """The sum over all clients under masks; nothing where one has no answer, or a number that is none."""
         masks = self._secure
         masks.require_all(requests, self.clients())
-        self._sum_rows(requests.make(requests.clients[0]))
+        first = requests.make(requests.clients[0])
+        if self._is_gated:
+            asked = where_asked(self._algorithm, self.layout(), first.message)
+            self._sum_rows(in_sums.places(self.layout(), asked))
         taken = take(self._asked, requests, accept, deadline, heard)
         if taken.failures:
             void: Summed = masks.void(taken.failures)
             return void
-        first = requests.make(requests.clients[0])
         cohort = self._cohorts.get(first.run) or masks.cohort_of(self.clients(), first.run)
         parts = {name: masks.encoded(taken.messages[name], len(cohort)) for name in cohort}
         hidden = {name: masks.masked(cohort[name], words, first.round) for name, words in parts.items()}
@@ -188,14 +195,11 @@ class InProcessEngine:
         total: Summed = masks.summed({name: part for name, (_, part) in hidden.items()}, first.shapes or {})
         return total
 
-    def _sum_rows(self, request: Request) -> None:
-        """Sum what all clients' rows say where a request asks, if clients have to know it (`few_rows_in_sums`)."""
-        self._sums = {}
-        if self._cohort is None or next(iter(self._guards.values())).sums is None:
-            return
-        at = in_sums.places(self.layout(), where_asked(self._algorithm, self.layout(), request.message))
+    def _sum_rows(self, at: Sequence[Any]) -> None:
+        """Sum what all clients' rows say at a request's points, which they have to know (`few_rows_in_sums`)."""
+        assert (cohort := self._cohort) is not None
         pool = self._pool = self._pool or ThreadPoolExecutor(self._workers)
-        parts = [pool.submit(in_sums.numbers, model, at, self._cohort) for model in self._models.values()]
+        parts = [pool.submit(in_sums.numbers, model, at, cohort) for model in self._models.values()]
         try:
             self._sums = {np.stack(at).tobytes(): np.sum([part.result() for part in parts], axis=0)}
         finally:

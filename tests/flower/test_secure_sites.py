@@ -86,7 +86,7 @@ def grid_of(base: Path, fault: Any = None, algorithm: Any = None, **keywords: An
 
 def fit(grid: FakeGrid, *, secured: bool = True, algorithm: Any = None, **keywords: Any) -> fedppl.Fit:
     model, _ = declared()
-    engine = engine_of(grid, model, 3, deadline=keywords.pop("deadline", 60.0), secure=secured)
+    engine = engine_of(grid, model, 3, deadline=keywords.pop("deadline", 60.0), wait=60.0, secure=secured)
     settings = {"progressbar": False, "random_seed": 1, **keywords}
     return fedppl.fit(model, None, algorithm or fedppl.Sums(), engine=engine, **settings)
 
