@@ -20,6 +20,7 @@ from fedppl.contracts import Asked
 from fedppl.engine.few_rows import (
     MANY_SPARE,
     ByRow,
+    Entries,
     before_jumps,
     entries_at,
     is_one_combined,
@@ -78,8 +79,8 @@ def _chosen(layout: Layout, spare: Array) -> tuple[list[int], Array]:
 # A client's part -----------------------------------------------------------------------------------------------------
 
 
-class _AtMean(NamedTuple):
-    """Sums of sizes of rows' terms in the Hessian's entries at the prior's mean."""
+class _Sizes(NamedTuple):
+    """Sums of sizes of rows' terms in the Hessian's entries at the prior's mean, in units of prior sds."""
 
     entries: Array  # (m, m), below the diagonal
     rows: Array  # of how many rows a diagonal entry is, (m,)
@@ -87,16 +88,23 @@ class _AtMean(NamedTuple):
     roots: Array  # of their square roots, (m,)
 
 
+class _AtMean(NamedTuple):
+    """A client's own entries there."""
+
+    sums: _Sizes
+    top: Array  # the largest size of each below the diagonal, (m, m)
+    entries: Entries
+
+
 def numbers(client: Any, at: Sequence[Array], cohort: Holdings) -> Array:
     """What a client adds to the sum: for each place a count of 1 where it has no numbers, and Gram matrices."""
     m, most = client.layout.size, _LARGEST / cohort.sites
     grams = [_finite(functools.partial(_grams, client, point, cohort), _width(m), most) for point in at]
-    return np.concatenate(
-        [
-            *grams,
-            _finite(lambda: np.concatenate(list(map(np.ravel, _at_mean(client, cohort)[0]))), _width_at_mean(m), most),
-        ]
-    )
+
+    def at_mean() -> Array:
+        return np.concatenate([np.ravel(part) for part in _smaller(client.view(_at_mean).sums, cohort)])
+
+    return np.concatenate([*grams, _finite(at_mean, _width_at_mean(m), most)])
 
 
 def _width(m: int) -> int:
@@ -124,23 +132,24 @@ def _units(client: Any, cohort: Holdings) -> Array:
 
 def _grams(client: Any, point: Array, cohort: Holdings) -> Array:
     kinds, _ = vectors_of(reading(client).client, point)
-    below = np.tril_indices(client.layout.size)
-    units = _units(client, cohort)
+    below, units = np.tril_indices(client.layout.size), _units(client, cohort)
     return np.concatenate([(part.T @ part)[below] for part in (vectors * units for vectors in kinds)])
 
 
-def _at_mean(client: Any, cohort: Holdings) -> tuple[_AtMean, Array, Any]:
-    """Sums over the client's rows, the largest terms (m, m), and the entries at the prior's mean."""
+def _smaller(sums: _Sizes, cohort: Holdings) -> _Sizes:
+    times = _SMALLER / max(cohort.rows, 1)
+    return _Sizes(sums.entries * times, sums.rows, sums.sizes * times, sums.roots * np.sqrt(times))
+
+
+def _at_mean(client: Any) -> _AtMean:
     entries = entries_at(reading(client).client, gaussian.mean(client.layout.prior))
-    units = _units(client, cohort)
-    others = units / client.view(probes_of).sd  # the first coordinate's sd is in the entries
-    total, top = np.zeros((2, len(units), len(units)))
+    sd = client.view(probes_of).sd
+    total, top = np.zeros((2, len(sd), len(sd)))
     for i, before, terms in pairs_of(entries, lambda _: True):
         total[i, before], top[i, before] = np.sum(terms, axis=0), np.max(terms, axis=0, initial=0.0)
-    both = others[:, None] * units
-    sizes = entries.sizes * np.diag(both)
+    sizes = entries.sizes * sd
     rows, roots = np.sum(sizes > 0.0, axis=0).astype(float), np.sum(np.sqrt(sizes), axis=0)
-    return _AtMean(total * both, rows, np.sum(sizes, axis=0), roots), top * both, entries
+    return _AtMean(_Sizes(total * sd, rows, np.sum(sizes, axis=0), roots), top * sd, entries)
 
 
 # The rule ------------------------------------------------------------------------------------------------------------
@@ -205,15 +214,14 @@ def _refuse_at_mean(rules: Policy, client: Any, total: Array, cohort: Holdings) 
         return None
     if round(total[0]):
         return "few_rows: entries of the Hessian cannot be computed, here or elsewhere; leave such rows out"
-    m = client.layout.size
-    parts = np.split(total[1:], [m * m, m * (m + 1), m * (m + 2)])
-    summed = _AtMean(parts[0].reshape(m, m), *parts[1:])
-    _, top, entries = _at_mean(client, cohort)
-    lack = summed.rows * summed.sizes - np.square(summed.roots)
-    coded = (lack <= _CODED * np.square(summed.roots)) | entries.by_outcomes
+    m, own = client.layout.size, client.view(_at_mean)
+    entries, rows, sizes, roots = np.split(total[1:], [m * m, m * (m + 1), m * (m + 2)])
+    top = own.top * (_SMALLER / max(cohort.rows, 1))
+    lack = rows * sizes - np.square(roots)  # none where a column has one value beside 0: codes of levels
+    coded = (lack <= _CODED * np.square(roots)) | own.entries.by_outcomes
     below = np.tril(~np.logical_and.outer(coded, coded), -1)
-    largest = np.where(below, top / np.maximum(summed.entries, np.maximum(top, np.finfo(float).tiny)), 0.0)
-    share = float(np.max(largest, initial=0.0))
-    if share < rules.few_rows_share and is_one_combined(entries, coded):
+    whole = np.maximum(entries.reshape(m, m), np.maximum(top, np.finfo(float).tiny))
+    share = float(np.max(np.where(below, top / whole, 0.0), initial=0.0))
+    if share < rules.few_rows_share and is_one_combined(own.entries, coded):
         share = 1.0
     return too_large(rules, share, "the entries of the cohort's Hessian") if share >= rules.few_rows_share else None

@@ -202,7 +202,7 @@ class GridEngine:
             return {}
 
         def part(name: str, content: RecordDict) -> _secure.Part:
-            return _masks.unpack_sealed(*from_content(content), name)
+            return _masks.unpack_sealed(*from_content(content, most=_masks.MOST_OF_GATE), name)
 
         parts = self._from_all(GATE, parcels, deadline, end, part, "what it says of its rows cannot be used")
         if failures := {name: one for name, one in parts.items() if isinstance(one, str)}:

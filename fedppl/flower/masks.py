@@ -28,6 +28,7 @@ from fedppl.types import Array, DeclarationError, Message
 WORDS = "words"  # the one array of a masked reply
 _MOST_ROWS = 2**53  # of a cohort
 _MOST_COUNTS = 2**16  # bytes of a part
+MOST_OF_GATE = 2**26  # bytes of a sealed part: of 200 coordinates at four points it has 4 MB
 _OF_GATE = "gate "  # prefix of arrays that go with a request
 COUNTS = b"counts"  # what the words of a cohort's first sum are about
 

@@ -13,7 +13,10 @@ from numpy.testing import assert_allclose
 import fedppl
 from benchmarks._attacks import patients
 from fedppl import DeclarationError, Policy, gaussian
+from fedppl.contracts import Asked
+from fedppl.engine import few_rows_in_sums as in_sums
 from fedppl.engine.few_rows import refuse_model
+from fedppl.engine.policy import Holdings
 from fedppl.numerics.concentration import concentration, share_in_sum
 
 SITES, ROWS = 5, 90
@@ -118,6 +121,66 @@ def cohort(kind: str) -> dict[str, dict[str, Any]]:
         y = (rng.random(ROWS) < 1.0 / (1.0 + np.exp(0.5 - x - 0.5 * level))).astype(int)
         data[f"site {site}"] = {"X": np.column_stack([np.ones(ROWS), x, last]), "y": y}
     return data
+
+
+# Single entries of the Hessian ---------------------------------------------------------------------------------------
+
+
+def rule_in_sums(designs: list[Any], rules: Policy = RULES) -> str:
+    """The rule by which the first of five sites refuses, at the prior's mean, or "None"."""
+    y = np.arange(ROWS) % 2
+    data = {f"site {site}": {"X": X, "y": y} for site, X in enumerate(designs)}
+    first, *others = model().enrol(data, kernel=False).values()
+    holdings = Holdings(ROWS * SITES, None, SITES)
+    nowhere = np.zeros((0, first.layout.size))
+    assert in_sums.fails_alone(rules, first, None)
+
+    def sums(at: Any) -> Any:
+        return np.sum([in_sums.numbers(client, at, holdings) for client in (first, *others)], axis=0)
+
+    rule, _ = in_sums.refuse_points(rules, first, Asked(nowhere, nowhere), np.zeros(0), holdings, sums)
+    return "entries" if rule and "entries" in rule else str(rule).partition(":")[0]
+
+
+ENTRIES = {
+    "a level": (lambda rng, level, here: [level], "None"),
+    "a cell of two levels": (lambda rng, level, here: [level, marks([4] if here else _elsewhere(level))], "None"),
+    "a number that nobody else has in that level": (
+        lambda rng, level, here: [level, rng.normal(size=ROWS) * (1.0 if here else 1.0 - level)],
+        "entries",
+    ),
+    "a number that looks like a code here": (
+        lambda rng, level, here: [
+            level * (2.0 if here else rng.normal(size=ROWS)),
+            marks([4] if here else _elsewhere(level)),
+        ],
+        "entries",
+    ),
+}
+
+
+def _elsewhere(level: Any) -> Any:
+    return np.flatnonzero(level == 0.0)[:20]
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_entries_of_one_row_are_refused_in_units_of_the_sum_unless_they_count_a_cell(kind: str) -> None:
+    columns, expected = ENTRIES[kind]
+    rng = np.random.default_rng(5)
+    designs = []
+    for site in range(SITES):
+        level = marks([4] if site == 0 else rng.choice(ROWS, 30, replace=False))
+        designs.append(np.column_stack([np.ones(ROWS), *columns(rng, level, site == 0)]))
+    assert rule_in_sums(designs) == expected
+
+
+def test_numbers_that_one_site_lacks_are_refused_where_they_are_needed() -> None:
+    """Slopes that overflow at another site: who passes alone still answers."""
+    rng = np.random.default_rng(6)
+    designs = [np.column_stack([np.ones(ROWS), marks([4] if site == 0 else np.arange(30))]) for site in range(SITES)]
+    assert rule_in_sums(designs) == "None"
+    designs[3][:, 0] = 1e200 * rng.normal(size=ROWS)
+    assert rule_in_sums(designs) == "few_rows"
 
 
 @functools.cache
