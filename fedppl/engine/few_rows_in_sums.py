@@ -36,7 +36,7 @@ from fedppl.model.baked import reading
 from fedppl.numerics.concentration import largest_share, share_in_sum
 from fedppl.types import Array, DeclarationError, Layout
 
-MOST = 200  # coordinates: a part has 3 MB for each request; of more each client has to pass alone
+MOST = 200  # coordinates: a part has 4 MB for each request; of more each client has to pass alone
 KINDS = 3  # of rows' vectors
 # Sums under masks hold numbers up to 2^42, known to 2^-60 for each client. So squares of slopes along a prior's sd, in
 # the mean over a cohort's rows, may reach 2^46, and have the digits of a float where they are 1.

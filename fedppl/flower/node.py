@@ -435,13 +435,14 @@ def gate(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) 
 
 def _gated(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel, guard: _guard.Guard) -> Parcel | None:
     """The site's part, always the same in a round; None where it is refused, by the log."""
-    understood = _understood(node, memory, parcel, guard)
-    if understood is None or understood[1] is None:
+    if (understood := _understood(node, memory, parcel, guard)) is None:
         return None
     request, place = understood
+    if place is None:
+        return None
     entry, digest, file = _guard.named("gate", request), _guard.digest(request), f"{request.run}.gate"
     raw = memory.recall(file)
-    kept = {"round": 0} if raw is None else dict(unpack(raw, repr(file), file))
+    kept: dict[str, Any] = {"round": 0} if raw is None else dict(unpack(raw, repr(file), file))
     if (kept["round"], kept.get("digest")) == (request.round, digest):
         _guard.note(guard, None, **entry, repeated=True)
         return kept["arrays"], kept["texts"]

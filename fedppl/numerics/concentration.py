@@ -41,7 +41,7 @@ def share_in_sum(vectors: Array, gram: Array, few: int, enough: float = 1.0, err
 
     >>> X = np.zeros((300, 1))
     >>> X[7] = 2.0
-    >>> share_in_sum(X, X.T @ X + 36.0, 3)
+    >>> round(share_in_sum(X, X.T @ X + 36.0, 3), 6)
     0.1
     """
     together = np.concatenate([vectors, _rows_of(gram - vectors.T @ vectors, np.diag(gram), error)])
