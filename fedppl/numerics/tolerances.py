@@ -18,9 +18,7 @@ POINTS_BYTES = 2**28  # bytes of whitened points in a cache; memory; − made an
 LINEAR = 1e-4  # of the largest curvature; error of one-sided differences; − linear terms look curved, + curved linear
 COLUMN_ROUNDING = 1e-13  # of unit columns' largest singular value; epsilon; − directions of rounding, + some lost
 CLEAR_EIGENVALUE = 1e-6  # of the largest of X'X; half of the digits of epsilon; − fewer digits, + more slow SVDs
-GRAM_ROUNDING = (
-    1e-13  # of unit columns' squares, in a sum of many; epsilon; − directions by rounding, + faint ones lost
-)
+GRAM_ROUNDING = 1e-13  # of unit columns' squares in a sum; epsilon; − directions by rounding, + faint ones lost
 GRAM_ERROR = 1e-6  # of a column's square: with more it is not known; trial; − faint columns lost, + faint directions
 COLUMNS_A_ROW = 0.5  # with more each row has a direction of its own; equation; − misses directions, + refuses all
 SHARE_STARTS = 24  # rows of largest leverage to climb from; trial; − may miss the maximum, + time
