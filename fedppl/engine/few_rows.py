@@ -38,8 +38,11 @@ _JUMP = 1e-4  # relative change of slopes over 1e-6 prior sds; smooth terms of c
 ByRow = Callable[[Any, Array], Sequence[Array]]  # of an algorithm: vectors (n, p) of a client's rows at a point
 
 
-def refuse_model(rules: Policy, client: Any, by_row: ByRow | None = None) -> str | None:
-    """The rule that a declaration with its data breaks at the prior's mean, or None."""
+def refuse_model(rules: Policy, client: Any, by_row: ByRow | None = None, *, alone: bool = True) -> str | None:
+    """The rule that a declaration with its data breaks at the prior's mean, or None.
+
+    Without `alone` slopes of rows are not looked at: they count in units of a cohort's sum (`few_rows_in_sums`).
+    """
     if rules.epsilon is not None:
         return None
     if not rules.joint and by_row is None and (names := row_scores(client).joint):
@@ -47,14 +50,19 @@ def refuse_model(rules: Policy, client: Any, by_row: ByRow | None = None) -> str
             f"joint: {', '.join(map(repr, names))} may read any of the rows at once, so that nobody knows on how few "
             "they depend; declare outcomes of rows as observed variables, or set joint to true in the policy"
         )
-    return _refuse_at(rules, client, gaussian.mean(client.layout.prior), by_row)
+    look = _refuse_at if alone else refuse_beside
+    return look(rules, client, gaussian.mean(client.layout.prior), by_row)
 
 
 def _refuse_at(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> str | None:
     """The rule that rows break at a point at which more than values may leave."""
-    rule = _refuse(rules, client, point, by_row)
-    if rule or not rules.few_rows or by_row is not None:
-        return rule
+    return refuse_slopes(rules, client, point, by_row) or refuse_beside(rules, client, point, by_row)
+
+
+def refuse_beside(rules: Policy, client: Any, point: Array, by_row: ByRow | None = None) -> str | None:
+    """The rule that rows break there by terms of others, or by outcomes in curvatures."""
+    if not rules.few_rows or by_row is not None:
+        return None
     for look, what in ((_share_beside, "terms of others"), (_share_bent, "curvatures")):
         share = _once(look, rules, client, point)
         if np.isnan(share):
@@ -132,23 +140,23 @@ def _spare(rules: Policy, client: Any, points: Array, allowed: Array, by_row: By
     good, bad = 0, len(order)
     probe = bad - 1
     while bad - good > 1:
-        if _refuse(rules, client, points[order[probe]], by_row):
+        if refuse_slopes(rules, client, points[order[probe]], by_row):
             bad = probe
         else:
             good = probe
         probe = (good + bad) // 2
     kept = np.zeros(len(points), dtype=bool)
     kept[order[: good + 1]] = True
-    if by_row is None and 0 < good < _MANY_SPARE:
-        kept &= _before_jumps(client, points, kept, int(order[0]), rules.few_rows)
+    if by_row is None and 0 < good < MANY_SPARE:
+        kept &= before_jumps(client, points, kept, int(order[0]), rules.few_rows)
     return None, kept
 
 
 _AT_ONCE = 2**21  # values of the data for which rows' densities are computed together
-_MANY_SPARE = 64  # more points are for values, each of which is an equation in the rows anyway
+MANY_SPARE = 64  # more points are for values, each of which is an equation in the rows anyway
 
 
-def _before_jumps(client: Any, points: Array, kept: Array, first: int, few: int) -> Array:
+def before_jumps(client: Any, points: Array, kept: Array, first: int, few: int) -> Array:
     """Which of the kept points no jump of few rows' densities, which no slope shows, divides from the first, (T,)."""
     client = reading(client).client
     away = points - points[first]
@@ -173,7 +181,8 @@ def _before_jumps(client: Any, points: Array, kept: Array, first: int, few: int)
     return found
 
 
-def _refuse(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> str | None:
+def refuse_slopes(rules: Policy, client: Any, point: Array, by_row: ByRow | None = None) -> str | None:
+    """The rule that slopes and curvatures of rows break there."""
     if not rules.few_rows:
         return None
     share = _once(_share, rules, client, point, by_row)
@@ -181,8 +190,13 @@ def _refuse(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> s
         return None
     if np.isnan(share):
         return "few_rows: what single rows say cannot be computed there; few_rows = 0 in the policy does not look"
+    return too_large(rules, share, "what is shared there")
+
+
+def too_large(rules: Policy, share: float, what: str) -> str:
+    """The rule that such a share breaks."""
     return (
-        f"few_rows: {rules.few_rows} rows or fewer have {share:.4g} of a direction of what is shared there, less than "
+        f"few_rows: {rules.few_rows} rows or fewer have {share:.4g} of a direction of {what}, less than "
         f"{rules.few_rows_share:g} wanted; merge rare levels, take fewer or nearer knots, leave rows out, or allow it"
     )
 
@@ -204,7 +218,16 @@ def _share(rules: Policy, client: Any, point: Array, by_row: ByRow | None) -> fl
 
 
 def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
-    """Vectors of rows (n, m) whose squares are a row's part of curvatures, and of curvatures and squared slopes."""
+    """Vectors of rows (n, m) whose squares are a row's part of what leaves: the first two kinds, or all."""
+    kinds, same = vectors_of(client, point)
+    return kinds[:2] if same else kinds  # a term may exist at this very point alone
+
+
+def vectors_of(client: Any, point: Array) -> tuple[tuple[Array, Array, Array], bool]:
+    """Vectors (n, m) by curvatures, by these and squared slopes, and by slopes at the point itself.
+
+    And whether the last are those beside it, so that they tell nothing more.
+    """
     x, paths = _along_modes(client, point)
     vectors = slopes(client, x, paths)
     # Directions are those of slopes, which are exact; by their lengths alone rows with a rare outcome would dominate.
@@ -212,7 +235,7 @@ def _vectors(client: Any, point: Array) -> tuple[Array, ...]:
     both = vectors * np.sqrt(ratio)[:, None], vectors * np.sqrt(1.0 + ratio)[:, None]
     here = slopes(client, *_at_modes(client, np.ascontiguousarray(point)))
     same = np.all(np.abs(here - vectors) <= _JUMP * np.max(np.abs(vectors), axis=0, initial=0.0))
-    return both if same else (*both, here)  # a term may exist at this very point alone
+    return (*both, here), bool(same)
 
 
 def _curvatures(client: Any, x: Array, paths: Array, vectors: Array) -> Array:
@@ -272,45 +295,68 @@ _NOTHING_THERE = 1e-9  # of the largest term: a smaller one is rounding
 _ALL_OF_IT, _FAINT_ENTRIES, _ENTRIES_A_ROW, _MOST_ENTRIES = 1.0 - 1e-6, 1e-6, 0.25, 500
 
 
+class Entries(NamedTuple):
+    """Rows' terms of the Hessian's entries at a point, in units of the prior's sd of the entry's first coordinate."""
+
+    terms_of: Callable[[int, Array], Array]  # (n, k) of a coordinate, along directions (k, d)
+    paths: Array  # a direction for each coordinate, (m, d)
+    sizes: Array  # of the diagonal's terms that are more than rounding, (n, m)
+    by_outcomes: Any  # coordinates whose curvatures outcomes are in, (m,) bool
+
+
+def entries_at(client: Any, point: Array) -> Entries:
+    """The entries at a point, by differences of slopes."""
+    x, paths = _at_modes(client, np.ascontiguousarray(point))
+    steps = _STEP_OF_ENTRIES * client.view(probes_of).sd[:, None] * paths
+
+    def terms_of(i: int, directions: Array) -> Array:
+        change = slopes(client, x + steps[i], directions) - slopes(client, x - steps[i], directions)
+        return np.asarray(np.nan_to_num(change, posinf=0.0, neginf=0.0)) / (2.0 * _STEP_OF_ENTRIES)
+
+    m = len(paths)
+    diagonal = np.abs(np.stack([terms_of(i, paths[i : i + 1])[:, 0] for i in range(m)], axis=1))
+    sizes = np.where(diagonal > _NOTHING_THERE * np.max(diagonal, axis=0, initial=0.0), diagonal, 0.0)
+    return Entries(terms_of, paths, sizes, _by_outcomes(client, x, paths, steps))
+
+
+def pairs_of(entries: Entries, wanted: Callable[[int], Any]) -> Iterator[tuple[int, Any, Array]]:
+    """For each coordinate others (k,) before it that are wanted, and the sizes of rows' terms with these, (n, k)."""
+    largest = np.max(entries.sizes, axis=0, initial=0.0)
+    for i in range(1, len(entries.paths)):
+        others = np.flatnonzero(np.broadcast_to(wanted(i), len(entries.paths))[:i])
+        if len(others):
+            terms = np.abs(entries.terms_of(i, entries.paths[others]))
+            terms[terms <= _NOTHING_THERE * max(largest[i], np.max(terms, initial=0.0))] = 0.0
+            yield i, others, terms
+
+
 def share_in_entries(client: Any, point: Array, enough: float) -> float:
     """The largest share of a row in an entry of the Hessian of all rows that tells more than a count.
 
     Where both columns are codes of levels the entry counts a cell of two factors, which is allowed. Or one, if a row
     has a combination of entries to itself, as where two columns differ by signs but for one row.
     """
-    x, paths = _at_modes(client, np.ascontiguousarray(point))
-    steps = _STEP_OF_ENTRIES * client.view(probes_of).sd[:, None] * paths
-
-    def terms_of(i: int, directions: Array) -> Array:
-        change = slopes(client, x + steps[i], directions) - slopes(client, x - steps[i], directions)
-        return np.asarray(np.nan_to_num(change, posinf=0.0, neginf=0.0))
-
-    m = len(paths)
-    diagonal = np.abs(np.stack([terms_of(i, paths[i : i + 1])[:, 0] for i in range(m)], axis=1))
-    largest = np.max(diagonal, axis=0, initial=0.0)
-    sizes = np.where(diagonal > _NOTHING_THERE * largest, diagonal, 0.0)
-    one = np.max(sizes, axis=0, initial=0.0)
-    codes = np.all((sizes == 0.0) | (np.abs(sizes - one) <= _CODED * one), axis=0)  # one value beside 0
+    entries = entries_at(client, point)
+    one = np.max(entries.sizes, axis=0, initial=0.0)
+    codes = np.all((entries.sizes == 0.0) | (np.abs(entries.sizes - one) <= _CODED * one), axis=0)  # one value beside 0
     # Where outcomes are in the curvature sizes do not show codes: such entries are not looked at.
-    coded = codes | _by_outcomes(client, x, paths, steps)
+    coded = codes | entries.by_outcomes
     share = 0.0
-    for i in range(1, m):
-        others = np.arange(i)[~(coded[:i] & coded[i])]
-        if not len(others):
-            continue
-        terms = np.abs(terms_of(i, paths[others]))
-        terms[terms <= _NOTHING_THERE * max(largest[i], np.max(terms, initial=0.0))] = 0.0
+    for _, _, terms in pairs_of(entries, lambda i: ~(coded & coded[i])):
         share = max(share, by_column(np.sqrt(terms), _FEW_IN_ENTRIES))
         if share >= enough:
             return share
+    return 1.0 if is_one_combined(entries, coded) else share
+
+
+def is_one_combined(entries: Entries, coded: Any) -> bool:
+    """Whether a row has a combination of the entries of columns that are no codes to itself, where these are few."""
     numbers = np.flatnonzero(~coded)
     entries_in_all = len(numbers) * (len(numbers) + 1) / 2
-    if entries_in_all <= min(_ENTRIES_A_ROW * len(diagonal), _MOST_ENTRIES):
-        entries = [terms_of(int(i), paths[numbers[: place + 1]]) for place, i in enumerate(numbers)]
-        combined = np.concatenate([diagonal[:, :0], *entries], axis=1)
-        if concentration(combined, _FEW_IN_ENTRIES, _ALL_OF_IT, _FAINT_ENTRIES) >= _ALL_OF_IT:
-            return 1.0
-    return share
+    if not 0 < entries_in_all <= min(_ENTRIES_A_ROW * len(entries.sizes), _MOST_ENTRIES):
+        return False
+    each = [entries.terms_of(int(i), entries.paths[numbers[: place + 1]]) for place, i in enumerate(numbers)]
+    return concentration(np.concatenate(each, axis=1), _FEW_IN_ENTRIES, _ALL_OF_IT, _FAINT_ENTRIES) >= _ALL_OF_IT
 
 
 def _by_outcomes(client: Any, x: Array, paths: Array, steps: Array) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -15,13 +16,14 @@ from numpy.typing import NDArray
 from pytensor.graph.traversal import ancestors
 
 from fedppl import privacy
-from fedppl.contracts import AnyAlgorithm, ClientView, Failure, Reply, Request
+from fedppl.contracts import AnyAlgorithm, Asked, ClientView, Failure, Reply, Request
+from fedppl.engine import few_rows_in_sums as in_sums
 from fedppl.engine import policy
 from fedppl.engine.few_rows import refuse_model, refuse_points
 from fedppl.engine.policy import Holdings, Policy, Release
 from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.storage import codec as _digest
-from fedppl.types import Array, DeclarationError, Message
+from fedppl.types import Array, DeclarationError, Layout, Message
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +59,10 @@ class Guard(NamedTuple):
     write: Callable[[Ledger, Mapping[str, Any]], None]  # the ledger, and a line for the log, which comes first
     masked: bool = False  # whether replies leave in sums under masks alone
     cohort: Holdings | None = None  # what the cohort of a request has, where it was counted under masks
+    sums: in_sums.Sums | None = None  # of rows' vectors over the cohort, where somebody in it fails `few_rows` alone
 
 
-def in_memory(rules: Policy, client_id: str, cohort: Holdings | None = None) -> Guard:
+def in_memory(rules: Policy, client_id: str, cohort: Holdings | None = None, sums: in_sums.Sums | None = None) -> Guard:
     """A guard whose account ends with the process, of a client in a cohort or alone; refusals go to Python's log."""
     ledger = [Ledger()]
 
@@ -69,7 +72,7 @@ def in_memory(rules: Policy, client_id: str, cohort: Holdings | None = None) -> 
             logger.warning("client %s refuses a request by %s", client_id, entry["refused"])
 
     masked = cohort is not None
-    return Guard(policy.resolved(rules, masked=masked), lambda: ledger[0], write, masked, cohort)
+    return Guard(policy.resolved(rules, masked=masked), lambda: ledger[0], write, masked, cohort, sums)
 
 
 def note(guard: Guard, rule: str | None, **entry: Any) -> None:
@@ -106,6 +109,9 @@ def refuse_data(
 ) -> str | None:
     """The rule that the client's data break, or their changes since answers; its text must not leave the site."""
     rule = _of_data(guard, algorithm, client) or changed()
+    if rule is None and guard.sums is not None and guard.cohort is not None:  # in one process it is known beforehand
+        nowhere = Asked(np.zeros((0, client.layout.size)), np.zeros((0, client.layout.size)))
+        rule, _ = in_sums.refuse_points(guard.policy, client, nowhere, np.zeros(0), guard.cohort, guard.sums)
     note(guard, rule, **_introduction(client))
     return rule
 
@@ -115,7 +121,10 @@ def _of_data(guard: Guard, algorithm: AnyAlgorithm, client: Any) -> str | None:
     counted = not guard.masked or guard.policy.epsilon is not None
     held = client.view(holdings) if counted else guard.cohort
     rule = None if held is None else policy.refuse_data(guard.policy, client.layout.size, held)
-    return rule or refuse_model(guard.policy, client, algorithm.disclosure.by_row)
+    by_row = algorithm.disclosure.by_row
+    # In sums slopes of rows are looked at once the cohort is known: that one site fails alone is not to leave.
+    alone = guard.sums is None and (held is not None or not in_sums.fits(client.layout, by_row))
+    return rule or refuse_model(guard.policy, client, by_row, alone=alone)
 
 
 def _introduction(client: Any) -> dict[str, Any]:
@@ -195,14 +204,16 @@ def checked(
     rule = rule or policy.refuse_release(rules, algorithm.disclosure.noise_multiplier, ledger.spent, ledger.unknown)
     rule = rule or not_approved(rules, request)
     rule = rule or _not_a_share(request)
-    if rule is not None or algorithm.disclosure.asks is None:
+    if rule is not None or (algorithm.disclosure.asks is None and guard.sums is None):
         return rule, request, 0
     try:
         with np.errstate(all="ignore"):  # what is not finite is refused
-            asked = algorithm.disclosure.asks(client.layout, request.message)
+            asked = where_asked(algorithm, client.layout, request.message)
             rule = policy.refuse_request(rules, client.layout, asked)
             allowed = policy.inside(rules, client.layout, asked.spare)
-            if rule is None:
+            if rule is None and guard.sums is not None and guard.cohort is not None:
+                rule, allowed = in_sums.refuse_points(rules, client, asked, allowed, guard.cohort, guard.sums)
+            elif rule is None:
                 rule, allowed = refuse_points(rules, client, asked, allowed, algorithm.disclosure.by_row)
             points = int(np.sum(allowed)) if asked.values else 0
             rule = rule or policy.refuse_values(rules, ledger.points + points if points else 0)
@@ -211,6 +222,12 @@ def checked(
     if rule is None and len(asked.spare):
         request = request._replace(message={**request.message, "inside": allowed})
     return rule, request, points
+
+
+def where_asked(algorithm: AnyAlgorithm, layout: Layout, message: Message) -> Asked:
+    """Where a request asks; nowhere, of an algorithm that does not say."""
+    asks, nowhere = algorithm.disclosure.asks, np.zeros((0, layout.size))
+    return Asked(nowhere, nowhere) if asks is None else asks(layout, message)
 
 
 def _too_many(rules: Policy, ledger: Ledger) -> str | None:
@@ -437,6 +454,20 @@ def admit_cohort(guard: Guard, run: str, names: Sequence[str], digest: str) -> b
         ledger = ledger._replace(requests=ledger.requests + 1) if private else _charged(ledger)
         ledger = _with_run(_with_run(ledger, members, Run()), key, Run(0, digest))
     return _written(guard, ledger, rule, **entry)
+
+
+def admit_gate(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) -> Sequence[Array] | None:
+    """The points at which members of a cohort sum what their rows say, before one of them answers a request there.
+
+    None where a rule but `few_rows`, which is looked at afterwards, refuses that request. It is counted in the log
+    alone: the sum is for the members, and the request itself costs what it costs.
+    """
+    open_guard = guard._replace(policy=dataclasses.replace(guard.policy, few_rows=0))
+    rule = checked(open_guard, guard.read(), algorithm, client, request)[0]
+    entry = {**named("gate", request), "asked": _sizes(request.message), "request_digest": digest(request)}
+    if not _written(guard, guard.read(), rule, **entry):
+        return None
+    return in_sums.places(client.layout, where_asked(algorithm, client.layout, request.message))
 
 
 # The numbers of rows and events of a client's observed variables. A thin edge to PyMC ---------------------------------

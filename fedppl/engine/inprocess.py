@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from fedppl import gaussian
 from fedppl.contracts import (
     Accept,
     AnyAlgorithm,
@@ -29,8 +32,9 @@ from fedppl.contracts import (
     Summed,
     unheard,
 )
+from fedppl.engine import few_rows_in_sums as in_sums
 from fedppl.engine.answer import answer, checked, level_of, message_of, take, take_sum
-from fedppl.engine.guard import admit_algorithm, in_memory, pooled, refuse_data, tally
+from fedppl.engine.guard import admit_algorithm, in_memory, pooled, refuse_data, tally, where_asked
 from fedppl.engine.policy import Holdings, Policy, refuse_cohort, refuse_sharing
 from fedppl.model.client import reader_of
 from fedppl.model.interpreted import set_back, settings
@@ -71,8 +75,16 @@ class InProcessEngine:
         if why := refuse_sharing(algorithm, len(models) if secure else None):
             raise DeclarationError(f"{why}; pass engine=fedppl.InProcess(secure=True), and so many clients.")
         self._cohorts: dict[str, Mapping[str, Any]] = {}  # by run, where sums are secure
-        cohort = None if policy is None else _cohort_of(models, policy, secure=secure)
-        self._guards = {} if policy is None else {name: in_memory(policy, name, cohort) for name in models}
+        self._cohort = None if policy is None else _cohort_of(models, policy, secure=secure)
+        self._sums: dict[bytes, Any] = {}  # of rows' vectors over all clients, at a request's points
+        self._is_gated = False
+        if policy is not None and self._cohort is not None:
+            by_row = algorithm.disclosure.by_row
+            self._is_gated = any(in_sums.fails_alone(policy, models[name], by_row) for name in models)
+        sums = self._sum_at if self._is_gated else None
+        if self._is_gated:
+            self._sum_rows([gaussian.mean(self.layout().prior)])
+        self._guards = {} if policy is None else {name: in_memory(policy, name, self._cohort, sums) for name in models}
         for client_id, guard in self._guards.items():
             try:
                 admit_algorithm(guard, algorithm, models[client_id])
@@ -170,16 +182,35 @@ class InProcessEngine:
         """The sum over all clients under masks; nothing where one has no answer, or a number that is none."""
         masks = self._secure
         masks.require_all(requests, self.clients())
+        first = requests.make(requests.clients[0])
+        if self._is_gated:
+            asked = where_asked(self._algorithm, self.layout(), first.message)
+            self._sum_rows(in_sums.places(self.layout(), asked))
         taken = take(self._asked, requests, accept, deadline, heard)
         if taken.failures:
             void: Summed = masks.void(taken.failures)
             return void
-        first = requests.make(requests.clients[0])
         cohort = self._cohorts.get(first.run) or masks.cohort_of(self.clients(), first.run)
         parts = {name: masks.encoded(taken.messages[name], len(cohort)) for name in cohort}
         hidden = {name: masks.masked(cohort[name], words, first.round) for name, words in parts.items()}
         self._cohorts[first.run] = {name: member for name, (member, _) in hidden.items()}
         total: Summed = masks.summed({name: part for name, (_, part) in hidden.items()}, first.shapes or {})
+        return total
+
+    def _sum_rows(self, at: Sequence[Any]) -> None:
+        """Sum what all clients' rows say at a request's points, which they have to know (`few_rows_in_sums`)."""
+        assert (cohort := self._cohort) is not None
+        pool = self._pool = self._pool or ThreadPoolExecutor(self._workers)
+        parts = [pool.submit(in_sums.numbers, model, at, cohort) for model in self._models.values()]
+        try:
+            self._sums = {np.stack(at).tobytes(): np.sum([part.result() for part in parts], axis=0)}
+        finally:
+            set_back(self._settings)
+
+    def _sum_at(self, at: Sequence[Any]) -> Any:
+        """The sum at a request's points."""
+        if (total := self._sums.get(np.stack(at).tobytes())) is None:
+            raise DeclarationError("no sum of rows' vectors at these points")
         return total
 
     def _side_by_side(self) -> Sequence[Any]:

@@ -119,6 +119,7 @@ class Policy:
     few_rows, few_rows_share
         No direction of the shared coordinates may have this share of its slopes or curvatures from this few rows, at
         the points of a request and at the prior's mean: the reply would reveal these rows. 0 switches the rule off.
+        Where replies leave in sums it is a share of the sum: a level of one row here and of thirty elsewhere passes.
     joint
         Whether a density may have terms that are not of single rows: every ``pm.Potential`` that reads data or local
         variables, and outcomes with a joint density, such as one ``pm.MvNormal`` over all rows. It is not known on how

@@ -50,6 +50,7 @@ Identity = ed25519.Ed25519PrivateKey  # a client's own: the others have its publ
 _SUMMED = "use fedppl.Sums(), or another algorithm whose server reads sums alone, or leave secure= out."
 _NOISE = "masks of the cohort do not cancel: its members were not asked the same, or have other code"
 _COARSE, _FINE = 2.0**20, 2.0**60  # steps of the two words of a number, for each unit
+_KEY_WORDS = 4  # of a key of 256 bits
 _WORD = 62  # bits that the sum of a word's parts may have, beside its sign
 _UNIT = 1 << 1074  # steps of a wide number, for each unit: every float64 is a whole number of them
 _LIMB = 40  # bits of a word of a wide number, so that those of 2²² clients add up; fewer bits take more words
@@ -158,11 +159,59 @@ def published(identity: ed25519.Ed25519PrivateKey, name: str, about: bytes, word
 
 def total(parts: Sequence[Part], names: Sequence[str], about: bytes, roster: Mapping[str, bytes]) -> Words:
     """The sum of the words that all members have signed for what they are about, or DeclarationError."""
+    return added(list(verified(parts, names, about, roster).values()))
+
+
+def verified(
+    parts: Sequence[Part], names: Sequence[str], about: bytes, roster: Mapping[str, bytes]
+) -> dict[str, Words]:
+    """The words that all members have signed for what they are about, by name, or DeclarationError."""
     if sorted(part.name for part in parts) != sorted(names) or len({len(part.words) for part in parts}) != 1:
         raise DeclarationError(f"parts of {sorted(part.name for part in parts)}, and the cohort is {sorted(names)}.")
     for part in parts:
         _verify(roster[part.name], part.signature, _of_part(part.name, about, part.words), part.name, "part of a sum")
-    return added([np.frombuffer(part.words, dtype="<u8").astype(np.uint64) for part in parts])
+    return {part.name: np.frombuffer(part.words, dtype="<u8").astype(np.uint64) for part in parts}
+
+
+def sealed(member: Member, words: Words, number: int, asked: bytes) -> Words:
+    """Words under masks, and under a stream that the other members alone can take off: a sum for their eyes.
+
+    The stream's key follows, once for each of them in the order of their names, under what both have in common.
+    """
+    own = _own_key(member, number, asked)
+    _, hidden = masked(member, words, number, asked)
+    keys = [_under(key, own, member.name, number, asked) for _, key in sorted(member.keys.items())]
+    return np.concatenate([hidden + _stream(own, number, asked, len(words)), np.frombuffer(b"".join(keys), "<u8")])
+
+
+def opened(member: Member, name: str, words: Words, number: int, asked: bytes) -> Words:
+    """What a member, by name, has sealed; still under masks."""
+    others = sorted({*member.keys, member.name} - {name})
+    end = len(words) - _KEY_WORDS * len(others)
+    if end < 0:
+        raise DeclarationError(f"the part of site {name!r} has {len(words)} words, too few for its keys.")
+    if name == member.name:
+        key = _own_key(member, number, asked)
+    else:
+        start = end + _KEY_WORDS * others.index(member.name)
+        key = _under(member.keys[name], words[start : start + _KEY_WORDS].tobytes(), name, number, asked)
+    return np.asarray(words[:end] - _stream(key, number, asked, end))
+
+
+def _own_key(member: Member, number: int, asked: bytes) -> bytes:
+    """The key of a member's stream: always the same, so that a part is, and of all its keys, which nobody else has."""
+    together = b"".join(key for _, key in sorted(member.keys.items()))
+    return hmac.digest(together, _about_seal(number, asked), "sha256")
+
+
+def _under(key: bytes, secret: bytes, sender: str, number: int, asked: bytes) -> bytes:
+    """A key under one that two members share, and back; each direction has its own."""
+    pad = hmac.digest(key, _about_seal(number, asked) + _framed(sender.encode()), "sha256")
+    return bytes(a ^ b for a, b in zip(secret, pad, strict=True))
+
+
+def _about_seal(number: int, asked: bytes) -> bytes:
+    return b"fedppl seal" + number.to_bytes(16, "little") + _framed(asked)
 
 
 def _of_part(name: str, about: bytes, raw: bytes) -> bytes:

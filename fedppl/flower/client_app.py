@@ -16,7 +16,7 @@ from fedppl.contracts import Algorithm, AnyAlgorithm
 from fedppl.engine.policy import NO_RULES, Policy, read
 from fedppl.flower import node as _node
 from fedppl.flower.decode import Parcel
-from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GREET, HELLO, JOIN, read_message, register, to_content
+from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GATE, GREET, HELLO, JOIN, read_message, register, to_content
 from fedppl.flower.node import Node
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import shown, whole
@@ -190,9 +190,11 @@ def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory, par
         return _node.greet(here, config, parcel[1])
     if kind == JOIN:
         return _node.join(here, config, memory, parcel[1])
+    if kind == GATE:
+        return _node.gate(here, config, memory, parcel)
     if kind == ASK:
         return _node.answer_request(here, config, memory, parcel)
     if kind == CONCLUDE:
         return _node.conclude(here, config, memory, parcel)
-    kinds = HELLO, AGREE, GREET, JOIN, ASK, CONCLUDE
+    kinds = HELLO, AGREE, GREET, JOIN, GATE, ASK, CONCLUDE
     raise ValueError(f"{kind!r} is no type of message; a site answers {', '.join(kinds)}")

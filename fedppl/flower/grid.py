@@ -40,7 +40,7 @@ from fedppl.flower import wire as _wire
 from fedppl.flower.conclusions import MOST_BYTES, SUMS, read_told
 from fedppl.flower.decode import Malformed, Parcel, require, require_few
 from fedppl.flower.enrolment import Roll, agree, expected_clients
-from fedppl.flower.messages import ASK, CONCLUDE, GREET, JOIN, Absent, Post, from_content, read_letter, texts_of
+from fedppl.flower.messages import ASK, CONCLUDE, GATE, GREET, JOIN, Absent, Post, from_content, read_letter, texts_of
 from fedppl.flower.site_agreement import waits
 from fedppl.formulas.exchange import example, listed
 from fedppl.formulas.formula import is_formula
@@ -157,6 +157,8 @@ class GridEngine:
         for name, request in made.items():
             arrays, texts = _wire.pack_request(request)
             parcels[name] = arrays, texts if (run, name) in self._counted else {**texts, **counts}
+        if failures := self._gated(run, parcels, deadline, end):
+            return _secure.void(failures)
         fingerprint, words = self._server.layout.fingerprint, _masks.shapes_of(shapes)
 
         def read(name: str, content: RecordDict) -> _secure.Words | str:
@@ -196,6 +198,25 @@ class GridEngine:
         if len({len(one.words) for (whose, _), one in self._parts.items() if whose == run}) > 1:
             raise DeclarationError(OTHER_COUNTS)
         return {name: one for name, one in parts.items() if isinstance(one, str)}
+
+    def _gated(self, run: str, parcels: dict[str, Parcel], deadline: float | None, end: float) -> dict[str, str]:
+        """Put what sites sum of their rows beside requests, where one of them fails `few_rows` alone; why not, if so.
+
+        The sum is for the sites alone: here it is as random as its parts.
+        """
+        if not _masks.is_gated([self._parts[run, name] for name in self.clients()]):
+            return {}
+
+        def part(name: str, content: RecordDict) -> _secure.Part:
+            return _masks.unpack_sealed(*from_content(content, most=_masks.MOST_OF_GATE), name)
+
+        parts = self._from_all(GATE, parcels, deadline, end, part, "what it says of its rows cannot be used")
+        if failures := {name: one for name, one in parts.items() if isinstance(one, str)}:
+            return failures
+        arrays, texts = _masks.pack_gate([one for _, one in sorted(parts.items()) if not isinstance(one, str)])
+        for name, parcel in parcels.items():
+            parcels[name] = {**parcel[0], **arrays}, {**parcel[1], **texts}
+        return {}
 
     def _from_all(
         self,

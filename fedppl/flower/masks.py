@@ -22,13 +22,15 @@ from fedppl import site
 from fedppl.contracts import AnyAlgorithm, ClientUpdate, Failure, Reply, Request
 from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED, digest
-from fedppl.flower.decode import LABELS_LENGTH, Malformed, brief, checked_name, one_text, parsed, require
+from fedppl.flower.decode import LABELS_LENGTH, Malformed, Parcel, brief, checked_name, one_text, parsed, require
 from fedppl.numerics.streams import client_seed
 from fedppl.types import Array, DeclarationError, Message
 
 WORDS = "words"  # the one array of a masked reply
 MOST_ROWS = 2**53  # of a cohort
 _MOST_COUNTS = 2**16  # bytes of a part
+MOST_OF_GATE = 2**26  # bytes of a sealed part: of 200 coordinates at four points it has 4 MB
+_OF_GATE = "gate "  # prefix of arrays that go with a request
 COUNTS = b"counts"  # what the words of a cohort's first sum are about
 COLUMNS = b"columns"  # and those of the sum by which its members agree on a formula
 _CONCLUSION = b"fedppl conclusion "  # and those at the end of a run; longer than the digest of a round
@@ -43,7 +45,9 @@ class Place(NamedTuple):
     member: secure.Member
     names: tuple[str, ...]  # of the cohort
     digest: str  # of the greetings
-    counts: Array  # of rows and outcomes, summed over the cohort; empty before the members' parts have come
+    counts: Array  # of rows and outcomes, and of sites that fail `few_rows` alone, summed over the cohort; empty before
+    # the members' parts have come
+    gate: Sequence[secure.Part] = ()  # sealed parts that came with a request
 
 
 def greet(files: Path, folder: Path, texts: Mapping[str, str], words: secure.Words | None = None) -> dict[str, str]:
@@ -80,11 +84,30 @@ def sum_of_parts(files: Path, at: Place, about: bytes, texts: Mapping[str, str])
         parts = unpack_parts(texts)
     except Malformed as error:
         raise DeclarationError(f"malformed: {error}") from error
-    words = secure.total(parts, at.names, _about(at, about), site.read(files).roster)
+    return _decoded(secure.total(parts, at.names, _about(at, about), site.read(files).roster))
+
+
+def _decoded(words: secure.Words) -> Array:
     total, cut, missing = secure.decoded(words, {"": ((len(words) - 2) // 2,)})
     if cut or missing:
         raise DeclarationError("the members' parts do not add up: they have other masks, or other data")
     return np.asarray(total[""])
+
+
+def sealed_part(files: Path, at: Place, request: Request, numbers: Array) -> Parcel:
+    """A site's part of what the members sum before they answer a request, which nobody but them can read."""
+    here, about = site.read(files), _gate(request)
+    words = secure.sealed(at.member, secure.encoded({"": numbers}, len(at.names)), request.round, about)
+    part = secure.published(here.identity, here.name, _about(at, about), words)
+    return {WORDS: words.view(np.int64)}, {"signature": _packed(part)["signature"]}
+
+
+def sum_of_sealed(files: Path, at: Place, request: Request) -> Array:
+    """The sum of all members' sealed parts that came with a request and are about it, or DeclarationError."""
+    about = _gate(request)
+    words = secure.verified(at.gate, at.names, _about(at, about), site.read(files).roster)
+    parts = [secure.opened(at.member, name, sealed, request.round, about) for name, sealed in words.items()]
+    return _decoded(secure.added(parts))
 
 
 def counted(files: Path, at: Place, texts: Mapping[str, str]) -> Place:
@@ -158,6 +181,11 @@ def concluded(at: Place, asked: bytes, told: Message, lengths: Mapping[str, int]
     return words
 
 
+def _gate(request: Request) -> bytes:
+    """What a sealed part is about: a request in a round."""
+    return b"gate" + request.round.to_bytes(16, "little") + _asked(request)
+
+
 def _run(texts: Mapping[str, str]) -> str:
     return checked_name(one_text(texts, "run"), "'run'")
 
@@ -215,6 +243,42 @@ def pack_parts(parts: Sequence[secure.Part]) -> dict[str, str]:
 def unpack_parts(texts: Mapping[str, str]) -> list[secure.Part]:
     """Read all members' parts, or `Malformed`."""
     return [_unpacked_part(part) for part in _triples(texts, "counts")]
+
+
+def is_gated(parts: Sequence[secure.Part]) -> bool:
+    """Whether a site of the cohort fails `few_rows` alone, by the parts of its counts, of which that is the last."""
+    words = secure.added([np.frombuffer(part.words, dtype="<u8").astype(np.uint64) for part in parts])
+    return bool(_decoded(words)[-1])
+
+
+def unpack_sealed(arrays: Message, texts: Mapping[str, str], client_id: str) -> secure.Part:
+    """Read a site's sealed part, or `Malformed`."""
+    require("refused" not in texts, REFUSED)
+    require(set(arrays) == {WORDS}, f"a sealed part is one array, {WORDS!r}")
+    return _sealed(client_id, arrays[WORDS], texts.get("signature"))
+
+
+def pack_gate(parts: Sequence[secure.Part]) -> Parcel:
+    """Arrays and a text of all members' sealed parts, which go with the request that they are about."""
+    arrays = {f"{_OF_GATE}{i}": np.frombuffer(part.words, dtype="<i8") for i, part in enumerate(parts)}
+    return arrays, {"gate": json.dumps([[part.name, _packed(part)["signature"]] for part in parts])}
+
+
+def unpack_gate(arrays: Message, texts: Mapping[str, str]) -> tuple[Message, list[secure.Part]]:
+    """The request's own arrays, and the sealed parts that came with it; or `Malformed`."""
+    own = {name: value for name, value in arrays.items() if not name.startswith(_OF_GATE)}
+    if "gate" not in texts:
+        return own, []
+    signed = parsed(texts, "gate", LABELS_LENGTH)
+    valid = type(signed) is list and all(type(one) is list and len(one) == 2 for one in signed)
+    require(valid and len(arrays) == len(own) + len(signed), "'gate' is no list of a name and a text for each part")
+    return own, [_sealed(name, arrays.get(f"{_OF_GATE}{i}"), text) for i, (name, text) in enumerate(signed)]
+
+
+def _sealed(name: Any, words: Any, signature: Any) -> secure.Part:
+    valid = isinstance(words, np.ndarray) and words.ndim == 1 and words.dtype == np.int64
+    require(valid, "the words of a sealed part are no vector of int64")
+    return secure.Part(checked_name(name, "a site's name"), words.astype("<i8").tobytes(), _bytes(signature, 64))
 
 
 def shapes_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 # Message types: category and action.
 HELLO, AGREE, ASK, CONCLUDE = "query.fedppl_hello", "query.fedppl_agree", "train.fedppl", "evaluate.fedppl"
-GREET, JOIN = "query.fedppl_greet", "query.fedppl_join"  # of sites whose sums are secure
+GREET, JOIN, GATE = "query.fedppl_greet", "query.fedppl_join", "query.fedppl_gate"  # of sites whose sums are secure
 
 
 def register(app: ClientApp, reply: Callable[[FlowerMessage, Context], FlowerMessage]) -> None:
     """Register one function for all types of messages."""
-    for kind in (HELLO, AGREE, GREET, JOIN, ASK, CONCLUDE):
+    for kind in (HELLO, AGREE, GREET, JOIN, GATE, ASK, CONCLUDE):
         category, action = kind.split(".")
         {"query": app.query, "train": app.train, "evaluate": app.evaluate}[category](action)(reply)
 

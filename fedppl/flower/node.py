@@ -22,6 +22,7 @@ from filelock import FileLock
 from fedppl.contracts import AnyAlgorithm, Failure, Request
 from fedppl.data import frames
 from fedppl.engine import account as _account
+from fedppl.engine import few_rows_in_sums as in_sums
 from fedppl.engine import guard as _guard
 from fedppl.engine.answer import answer, require_fit, say_unused
 from fedppl.engine.policy import NO_RULES, Policy, refuse_sharing
@@ -241,7 +242,9 @@ def _joined(
     if changed:
         _refuse(guard, {"event": "cohort", "run": run}, changed)
         return None
+    fails = in_sums.fails_alone(node.policy, here.client, node.algorithm.disclosure.by_row)
     counts = _guard.numbers(here.client.view(_guard.tally)) * float(node.policy.epsilon is None)
+    counts = np.append(counts, float(fails))  # how many fail the rule alone, and not which
     part = _masks.signed_part(_files(node)[0], at, _masks.COUNTS, counts)
     for name, sealed in {**seal, **versions}.items():
         memory.keep(name, sealed)
@@ -324,14 +327,15 @@ def _understood(
 ) -> tuple[Request, _masks.Place | None] | None:
     """A request and the site's place in its cohort; None where they are refused and the log says why."""
     try:
-        request = _wire.unpack_request(*parcel)
+        arrays, gate = (parcel[0], []) if node.secure is None else _masks.unpack_gate(*parcel)
+        request = _wire.unpack_request(arrays, parcel[1])
     except Exception as error:  # no message of a server may end this process
         _refuse(guard, {"event": "request"}, f"malformed: {type(error).__name__}: {error}"[:200])
         return None
     if node.secure is None:
         return request, None
     try:
-        return request, _placed(*_files(node), memory, request, parcel[1])
+        return request, _placed(*_files(node), memory, request, parcel[1])._replace(gate=gate)
     except DeclarationError as error:
         _refuse(guard, _guard.named("request", request), f"sums: {error}")
         return None
@@ -376,8 +380,7 @@ def _answered(
             return None
         here = enrolled(node, config, memory, request.client_id)
         if place is not None and guard is not None:
-            cohort = _guard.summed(here.client.view(_guard.tally), place.counts, len(place.names))
-            guard = guard._replace(cohort=cohort)
+            guard = _of_cohort(node, guard, here, place, request)
         seal = same_data(memory, here.client, request.run)
         changed, versions = (None, {}) if guard is None else data_versions(memory, own_id, here.columns, node.policy)
         name = name_of_kept(algorithm, own_id, request.run, request.client_id)
@@ -415,6 +418,60 @@ def _answered(
     elif after is not None:
         memory.keep(name, pack((after,), name))
     return answered
+
+
+def _of_cohort(node: Node, guard: _guard.Guard, here: Enrolled, place: _masks.Place, request: Request) -> _guard.Guard:
+    """The guard with what the cohort has, and with sums of its rows' vectors where a site in it fails alone."""
+    cohort = _guard.summed(here.client.view(_guard.tally), place.counts[:-1], len(place.names))
+    guard = guard._replace(cohort=cohort)
+    if not place.counts[-1]:
+        return guard
+    return guard._replace(sums=lambda at: _masks.sum_of_sealed(_files(node)[0], place, request))
+
+
+def gate(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
+    """Answer with the site's part of what the cohort sums of its rows before a request, for its members alone."""
+    name, answered = node.client_id(config), None
+    try:
+        with _account_of(node, config) as guard:
+            if guard is not None:
+                answered = _gated(node, config, memory, parcel, guard)
+    except Exception:
+        _say_refused("client %s adds nothing to a gate", name)
+    arrays, texts = answered or ({}, {"refused": _guard.REFUSED})
+    return arrays, {"client_id": name, **texts}
+
+
+def _gated(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel, guard: _guard.Guard) -> Parcel | None:
+    """The site's part, always the same in a round; None where it is refused, by the log."""
+    if (understood := _understood(node, memory, parcel, guard)) is None:
+        return None
+    request, place = understood
+    if place is None:
+        return None
+    entry, digest, file = _guard.named("gate", request), _guard.digest(request), f"{request.run}.gate"
+    raw = memory.recall(file)
+    kept: dict[str, Any] = {"round": 0} if raw is None else dict(unpack(raw, repr(file), file))
+    if (kept["round"], kept.get("digest")) == (request.round, digest):
+        _guard.note(guard, None, **entry, repeated=True)
+        return kept["arrays"], kept["texts"]
+    if request.round <= kept["round"] or not place.counts[-1]:
+        why = f"a gate in round {request.round} after {kept['round']}" if place.counts[-1] else "nobody needs a gate"
+        _refuse(guard, entry, f"round: {why}")
+        return None
+    if not _declaration_admitted(node, guard):
+        return None
+    here = enrolled(node, config, memory, request.client_id)
+    same_data(memory, here.client, request.run)  # those of the counts
+    guard = _of_cohort(node, guard, here, place, request)._replace(sums=None)
+    at = _guard.admit_gate(guard, node.algorithm, here.client, request)
+    if at is None or guard.cohort is None:
+        return None
+    numbers = in_sums.numbers(here.client, at, guard.cohort) * float(node.policy.epsilon is None)
+    part = _masks.sealed_part(_files(node)[0], place, request, numbers)
+    answer = {"round": request.round, "digest": digest, "arrays": part[0], "texts": part[1]}
+    memory.keep(file, pack(answer, file))
+    return part
 
 
 def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:

@@ -26,7 +26,7 @@ from flwr.app import Context
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
-from fedppl.flower.messages import AGREE, ASK, GREET, HELLO, JOIN, read_message, register, to_content
+from fedppl.flower.messages import AGREE, ASK, GATE, GREET, HELLO, JOIN, read_message, register, to_content
 from fedppl.flower.worker import LOCK, LOG, MOST, Door, clear, limited, opened, overdue, read_door
 from fedppl.settings import shown
 from fedppl.storage import codec
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _LEAST = 60.0  # seconds that a message waits for an answer, however little time it has
 _STARTING = 60.0  # seconds until a worker listens; it imports afterwards
-_STARTERS = (HELLO, AGREE, GREET, JOIN, ASK)  # types of messages for which a worker is started; others end a run
+_STARTERS = (HELLO, AGREE, GREET, JOIN, GATE, ASK)  # types of messages for which a worker is started; others end a run
 _LOG_BYTES = 20_000  # the last ones, of a worker that does not answer
 _SOURCES = {".py", ".toml", ".yaml"}
 _CODE = (

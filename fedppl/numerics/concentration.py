@@ -30,10 +30,40 @@ def concentration(vectors: Array, few: int, enough: float = 1.0, faint: float = 
     >>> round(concentration(X, 3), 6)
     1.0
     """
-    basis = _orthonormal(vectors, faint)
-    leverage = np.einsum("ij,ij->i", basis, basis)
-    if not basis.shape[1]:
+    return _largest(_orthonormal(vectors, faint), few, enough)
+
+
+def share_in_sum(vectors: Array, gram: Array, few: int, enough: float = 1.0, error: float = 0.0) -> float:
+    """Largest share |(X u)_S|² / u'G u over directions u and sets S of `few` rows of X (n, p), G being a sum with X'X.
+
+    G (p, p) is Σ X_k'X_k over a cohort of which X is one client's, each entry known within `error`. What the others add
+    to a direction counts where it is more than errors: a direction that they lack, or have so faintly, is X's alone.
+
+    >>> X = np.zeros((300, 1))
+    >>> X[7] = 2.0
+    >>> round(share_in_sum(X, X.T @ X + 36.0, 3), 6)
+    0.1
+    """
+    together = np.concatenate([vectors, _rows_of(gram - vectors.T @ vectors, np.diag(gram), error)])
+    return _largest(_orthonormal(together, tol.COLUMN_ROUNDING)[: len(vectors)], few, enough)
+
+
+def _rows_of(gram: Array, size: Array, error: float) -> Array:
+    """Rows (p, p) with that Gram matrix, less where it may be rounding or error; `size` is of the whole, (p,)."""
+    p = len(gram)
+    known = size > p * error / tol.GRAM_ERROR
+    unit = np.where(known, 1.0 / np.sqrt(np.where(known, size, 1.0)), 0.0)
+    values, axes = np.linalg.eigh(gram * np.outer(unit, unit))
+    least = p * tol.GRAM_ROUNDING + error * np.sum(unit**2)  # no error moves an eigenvalue by more
+    root = np.sqrt(np.where(values > least, values - least, 0.0))
+    return np.asarray((root * axes).T * np.sqrt(size))
+
+
+def _largest(basis: Array, few: int, enough: float) -> float:
+    """The largest share by rows (n, r) in units of a whole, of which they may be a part."""
+    if not basis.size:
         return 0.0
+    leverage = np.einsum("ij,ij->i", basis, basis)
     few = min(few, len(basis))
     # The share of some rows is at most the sum of their leverages.
     if enough < 1.0 and np.sum(np.partition(leverage, len(leverage) - few)[-few:]) < enough:

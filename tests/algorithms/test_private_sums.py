@@ -44,7 +44,9 @@ def test_q_is_the_prior_and_what_clients_have_told_whoever_replies(share: float,
     algorithm = private(local=exact(), clip=20.0, noise_multiplier=1e-12, releases=80)
     state, _, kept = driven(algorithm, clients, 40, share=share, lost=lost)
     told = sum(
-        _in_q(kept[name], algorithm.broadcast(state, name), state.problem.structure)[1] for name in clients if name in kept
+        _in_q(kept[name], algorithm.broadcast(state, name), state.problem.structure)[1]
+        for name in clients
+        if name in kept
     )
     total = gaussian.product(state.problem.prior, site_of(told, state.problem.structure))
     np.testing.assert_allclose(state.q.linear, total.linear, rtol=1e-9)

@@ -92,6 +92,29 @@ def test_a_part_and_a_sum_without_one_client_are_noise() -> None:
         assert np.max(np.abs(bits.mean(axis=0) - 0.5)) < 5 * 0.5 / np.sqrt(len(noise))
 
 
+def test_what_is_sealed_is_a_sum_for_the_members_alone() -> None:
+    """Each of them opens all parts; whoever passes them on has noise, in the sum too."""
+    cohort, strangers = secure.cohort_of(NAMES, "run"), secure.cohort_of(NAMES, "run")
+    numbers = {name: {"x": place + np.arange(500.0)} for place, name in enumerate(NAMES)}
+    sealed = {
+        name: secure.sealed(cohort[name], secure.encoded(one, len(NAMES)), 3, b"it") for name, one in numbers.items()
+    }
+    expected = np.sum([one["x"] for one in numbers.values()], axis=0)
+
+    def total(member: secure.Member, asked: bytes = b"it") -> Any:
+        parts = [secure.opened(member, name, words, 3, asked) for name, words in sealed.items()]
+        return secure.decoded(secure.added(parts), {"x": (500,)})
+
+    for name in NAMES:
+        assert_array_equal(total(cohort[name])[0]["x"], expected)
+    for noise in (total(strangers["north"]), total(cohort["north"], b"another")):
+        assert noise[1] != 0 and np.min(np.abs(noise[0]["x"] - expected)) > 1.0
+    bits = np.unpackbits(secure.added(list(sealed.values())).view(np.uint8))
+    assert abs(bits.mean() - 0.5) < 5 * 0.5 / np.sqrt(len(bits))
+    with pytest.raises(DeclarationError, match="too few"):
+        secure.opened(cohort["north"], "south", sealed["south"][:5], 3, b"it")
+
+
 def test_rounds_have_masks_of_their_own_and_are_answered_once() -> None:
     cohort = secure.cohort_of(NAMES, "run")
     words = secure.encoded({"x": np.zeros(50)}, len(NAMES))

@@ -1,0 +1,237 @@
+"""Sites of which one fails the rule on few rows alone: what they sum for each other before they answer a request."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+pytest.importorskip("flwr")
+
+from flwr.app import Message as FlowerMessage
+
+import fedppl
+from benchmarks._attacks import patients
+from fedppl import Policy, audit, gaussian
+from fedppl.contracts import Failure, Request
+from fedppl.engine import secure
+from fedppl.engine.guard import REFUSED
+from fedppl.flower import masks, wire
+from fedppl.flower.messages import ASK, GATE, GREET, JOIN, from_content, to_content
+from fedppl.numerics.streams import client_seed
+from fedppl.storage import signed
+from fedppl.types import ConvergenceWarning
+from tests.engine.test_few_rows_in_sums import RULES, cohort
+from tests.flower.test_secure_sites import bits, identities
+from tests.support.fake_grid import FakeGrid, engine_of, node, remember
+
+NAMES = tuple(f"site {site}" for site in range(5))
+
+
+@functools.cache
+def declared() -> fedppl.FederatedModel:
+    model = fedppl.FederatedModel(patients.logistic, ["beta"])
+    remember(model, {"a": {"X": np.ones((2, 3)), "y": np.array([0, 1])}})
+    return model
+
+
+def grid_of(base: Path, kind: str, policy: Policy = RULES) -> FakeGrid:
+    identities(base, NAMES)
+    data = cohort(kind)
+    app = fedppl.Flower.client_app(
+        declared(),
+        fedppl.Sums(),
+        lambda config: data[config["client-id"]],
+        folder=lambda config: base / f"at {config['client-id']}",
+        policy=lambda config: policy,
+        secure=lambda config: base / str(config["client-id"]),
+        draws=50,
+        chains=2,
+    )
+    return FakeGrid({10 + i: node(app, 10 + i, **{"client-id": name}) for i, name in enumerate(NAMES)})
+
+
+def fit(grid: FakeGrid, **keywords: Any) -> fedppl.Fit:
+    engine = engine_of(grid, declared(), len(NAMES), deadline=60.0, wait=60.0, secure=True)
+    return fedppl.fit(declared(), None, fedppl.Sums(), engine=engine, progressbar=False, random_seed=1, **keywords)
+
+
+def kinds(grid: FakeGrid) -> list[str]:
+    return [message.metadata.message_type for message in grid.sent]
+
+
+def lines(base: Path, name: str, event: str) -> list[Mapping[str, Any]]:
+    return [line for line in audit.lines(base / f"at {name}" / "audit.jsonl") if line["event"] == event]
+
+
+def test_a_level_of_one_row_at_one_site_is_fitted_and_every_request_has_a_gate(tmp_path: Path) -> None:
+    grid, open_grid = grid_of(tmp_path / "gated", "level"), grid_of(tmp_path / "open", "level", NO_FEW_ROWS)
+    gated, plain = fit(grid), fit(open_grid)
+    assert gated.status is plain.status is fedppl.Status.CONVERGED
+    # The same words but for which points are left out by few_rows: here none.
+    assert_array_equal(gaussian.mean(gated.posterior), gaussian.mean(plain.posterior))
+    assert gated.log_evidence == plain.log_evidence
+    assert kinds(grid).count(GATE) == kinds(grid).count(ASK) == len(NAMES) * len(gated.records)
+    assert GATE not in kinds(open_grid)
+    for name in NAMES:
+        gates, requests = (lines(tmp_path / "gated", name, event) for event in ("gate", "request"))
+        assert [line["request_digest"] for line in gates] == [line["request_digest"] for line in requests]
+        assert not any(line["refused"] for line in [*gates, *requests])
+    words = [
+        from_content(reply.content)[0][masks.WORDS] for reply in grid.replies if reply.metadata.message_type == GATE
+    ]
+    each = [bits(np.asarray(one)) for one in words]
+    assert abs(np.concatenate(each).mean() - 0.5) < 5 * 0.5 / np.sqrt(sum(map(len, each)))
+    total = secure.added([np.asarray(one).view(np.uint64) for one in words[: len(NAMES)]])
+    assert abs(bits(total).mean() - 0.5) < 5 * 0.5 / np.sqrt(64 * len(total))  # nor does the server have their sum
+
+
+NO_FEW_ROWS = Policy(requests=200, few_rows=0)
+
+
+@pytest.mark.parametrize("kind", ["indicator", "hidden in noise"])
+def test_what_one_row_of_one_site_has_alone_is_refused(tmp_path: Path, kind: str) -> None:
+    with pytest.warns(ConvergenceWarning, match="refused"):
+        fit(grid_of(tmp_path, kind), rounds=1)
+    refused = {
+        name: [line["refused"] for line in lines(tmp_path, name, "request") if line["refused"]] for name in NAMES
+    }
+    rule, *_ = refused.pop("site 0")
+    assert rule.startswith("few_rows") and "sum" in rule and not any(refused.values())
+
+
+# A server that wants more --------------------------------------------------------------------------------------------
+
+
+class Server:
+    """Sends sites what it likes."""
+
+    def __init__(self, base: Path, kind: str = "level") -> None:
+        self.folder, self._grid = base, grid_of(base, kind)
+        layout = declared().enrol(cohort(kind))[NAMES[0]].layout
+        state = fedppl.Sums().init(layout, NAMES, np.random.default_rng(1))
+        self.message = fedppl.Sums().broadcast(state, NAMES[0])
+        self.shapes = fedppl.Sums().replies.shapes(state)
+        greetings = [
+            masks.unpack_greeting(self.send(GREET, name, ({}, masks.ask(name, "run")))[1], name) for name in NAMES
+        ]
+        texts = [masks.ask(name, "run") | masks.pack_cohort(greetings) for name in NAMES]
+        parts = [self.send(JOIN, name, ({}, text))[1] for name, text in zip(NAMES, texts, strict=True)]
+        self.counts = [masks.unpack_part(part, name) for name, part in zip(NAMES, parts, strict=True)]
+
+    def send(self, kind: str, name: str, parcel: Any) -> Any:
+        one = self._grid.nodes[10 + NAMES.index(name)]
+        message = FlowerMessage(content=to_content(*parcel), dst_node_id=1, message_type=kind, ttl=60.0)
+        message.metadata.__dict__["_message_id"] = "1"
+        return from_content(one.app(message, one.context).content)
+
+    def parcel(self, name: str, round: int = 1, **more: Any) -> Any:
+        request = Request(name, 7, round, (1, round, client_seed(name)), self.message, "run")._replace(**more)
+        arrays, texts = wire.pack_request(request)
+        return arrays, texts | masks.pack_parts(self.counts)
+
+    def gate(self, name: str, round: int = 1, **more: Any) -> secure.Part | str:
+        """A site's sealed part, or the rule by which it has none."""
+        arrays, texts = self.send(GATE, name, self.parcel(name, round, **more))
+        if "refused" not in texts:
+            return masks.unpack_sealed(arrays, texts, name)
+        assert texts == {"client_id": name, "refused": REFUSED} and not arrays
+        return self.rule(name)
+
+    def gates(self, round: int = 1, **more: Any) -> list[secure.Part]:
+        parts = [self.gate(name, round, **more) for name in NAMES]
+        assert all(isinstance(part, secure.Part) for part in parts), parts
+        return parts  # type: ignore[return-value]
+
+    def ask(self, name: str, parts: list[secure.Part], round: int = 1, **more: Any) -> np.ndarray | str:
+        """The words that a site answers a request with, or the rule by which it does not."""
+        (arrays, texts), (with_arrays, with_texts) = self.parcel(name, round, **more), masks.pack_gate(parts)
+        reply = wire.unpack_reply(*self.send(ASK, name, ({**arrays, **with_arrays}, {**texts, **with_texts})))
+        if isinstance(reply, Failure):
+            assert reply.reason == REFUSED
+            return self.rule(name)
+        return np.asarray(reply.message[masks.WORDS]).view(np.uint64)
+
+    def rule(self, name: str) -> str:
+        found = [line["refused"] for line in audit.lines(self.folder / f"at {name}" / "audit.jsonl")]
+        return str([rule for rule in found if rule][-1]).partition(":")[0]
+
+    def moved(self) -> dict[str, Any]:
+        return {**self.message, "points": self.message["points"] + 0.1}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    return Server(tmp_path)
+
+
+def test_an_honest_gate_opens_a_round_of_its_own_request_alone(server: Server) -> None:
+    assert masks.is_gated(server.counts)
+    parts = server.gates()
+    assert server.gates() == parts  # the same, however often
+    assert server.ask("site 0", [], message=server.moved()) == "sums"
+    assert server.ask("site 0", parts, message=server.moved()) == "sums"
+    assert server.ask("site 0", parts, round=2) == "sums"
+    words = {name: np.asarray(server.ask(name, parts)) for name in NAMES}
+    assert secure.summed(words, server.shapes).clients == len(NAMES)
+    assert_array_equal(server.ask("site 0", []), words["site 0"])  # an answer is repeated without
+    for name in NAMES:
+        assert len([line for line in lines(server.folder, name, "gate") if not line.get("repeated")]) == 1
+
+
+def test_parts_that_members_have_not_signed_for_it_are_refused(server: Server) -> None:
+    parts = server.gates()
+    larger = np.frombuffer(parts[1].words, "<u8").copy()
+    larger[0] += np.uint64(2**20)
+    forged = [
+        [parts[0], parts[1]._replace(words=larger.tobytes()), *parts[2:]],
+        [parts[0], parts[2]._replace(name="site 1"), *parts[2:]],
+        [*parts[:4], parts[3]],
+        parts[:4],
+    ]
+    for wrong in forged:
+        assert server.ask("site 0", wrong) == "sums"
+    assert isinstance(server.ask("site 0", parts), np.ndarray)
+    requests = [line for line in lines(server.folder, "site 0", "request") if not line["refused"]]
+    assert len(requests) == 1
+
+
+def test_a_round_has_one_gate(server: Server) -> None:
+    server.gates()
+    assert server.gate("site 0", message=server.moved()) == "round"
+    assert isinstance(server.gate("site 0", 2, message=server.moved()), secure.Part)
+    assert server.gate("site 0") == "round"
+    far = {**server.message, "points": server.message["points"] + 1e3}
+    assert server.gate("site 0", 3, message=far) == "distance"
+
+
+def test_nobody_answers_a_gate_that_nobody_needs(tmp_path: Path) -> None:
+    server = Server(tmp_path, "honest")
+    assert not masks.is_gated(server.counts)
+    assert server.gate("site 0") == "round"
+    assert isinstance(server.ask("site 0", []), np.ndarray)
+
+
+def test_a_site_that_was_killed_before_it_answered_a_gate_has_the_same_part(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, made = signed.replace, []
+
+    def killed(path: Path, raw: bytes) -> None:
+        if path.name == "run.gate":
+            made.append(signed.unpack(raw, "it", "run.gate"))
+            raise SystemExit("killed")
+        replace(path, raw)
+
+    monkeypatch.setattr(signed, "replace", killed)
+    with pytest.raises(SystemExit):
+        server.gate("site 0")
+    monkeypatch.setattr(signed, "replace", replace)
+    part = server.gate("site 0")
+    assert isinstance(part, secure.Part)
+    assert_array_equal(np.frombuffer(part.words, "<i8"), made[0]["arrays"][masks.WORDS])
