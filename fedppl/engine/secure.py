@@ -110,15 +110,20 @@ def joined(key: RunKey, greetings: Sequence[Greeting], roster: Mapping[str, byte
         raise DeclarationError(f"the cohort {sorted(names)} lacks the key of this site, {key.name!r}.")
     for one in greetings:
         _require_signed(one, key.run, roster)
+    # With both names: a member that passes another's key for its own would have the masks of a pair cancel each other.
     about = b"fedppl masks" + _framed(key.run.encode()) + digest(greetings)
     keys = {
-        one.name: HKDF(hashes.SHA256(), 32, None, about).derive(
+        one.name: HKDF(hashes.SHA256(), 32, None, about + _pair(key.name, one.name)).derive(
             key.private.exchange(x25519.X25519PublicKey.from_public_bytes(one.public))
         )
         for one in greetings
         if one.name != key.name
     }
     return Member(key.name, keys)
+
+
+def _pair(one: str, other: str) -> bytes:
+    return b"".join(_framed(name.encode()) for name in sorted((one, other)))
 
 
 def digest(greetings: Sequence[Greeting]) -> bytes:
