@@ -273,7 +273,7 @@ def cohort_of(names: Sequence[str], run: str) -> dict[str, Member]:
 
 def _stream(key: bytes, number: int, asked: bytes, words: int) -> Words:
     # A key of its own, not a nonce: of 12 bytes, of which the server chooses a part, two would be made equal.
-    once = hmac.digest(key, b"fedppl round" + number.to_bytes(16, "little") + asked, "sha256")
+    once = hmac.digest(key, b"fedppl round" + _framed(b"%d" % number) + asked, "sha256")
     stream = Cipher(algorithms.ChaCha20(once, bytes(16)), mode=None).encryptor().update(bytes(8 * words))
     return np.frombuffer(stream, dtype=np.uint64)
 
