@@ -220,7 +220,10 @@ def summed(parts: Mapping[str, Words], shapes: Mapping[str, tuple[int, ...]]) ->
     total, cut, missing = decoded(added(list(parts.values())), shapes)
     most = sum(map(len, parts.values()))
     if not (0 <= cut <= most and 0 <= missing <= most):
-        reason = "masks of the cohort do not cancel: its members were not asked the same, or have other code"
+        reason = (
+            "masks of the cohort do not cancel: its members were not asked the same, leave out other points by "
+            "the distance or few_rows of their policies, or have other code"
+        )
     elif cut or missing:
         reason = f"{cut} numbers of the cohort are too large for its sum, and {missing} are not finite"
     else:

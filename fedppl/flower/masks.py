@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED, digest
 from fedppl.flower.decode import LABELS_LENGTH, Malformed, brief, checked_name, one_text, parsed, require
 from fedppl.numerics.streams import client_seed
-from fedppl.types import Array, DeclarationError
+from fedppl.types import Array, DeclarationError, Message
 
 WORDS = "words"  # the one array of a masked reply
 _MOST_ROWS = 2**53  # of a cohort
@@ -99,21 +99,31 @@ def asked_of(files: Path, at: Place, request: Request) -> None:
         raise DeclarationError("a seed that is not this site's: the others' part could stay while this one changes")
 
 
-def quiet(algorithm: AnyAlgorithm) -> AnyAlgorithm:
-    """The algorithm without diagnostics, which are a single client's and do not leave."""
+def quiet(algorithm: AnyAlgorithm, heard: Callable[[Message], None]) -> AnyAlgorithm:
+    """The algorithm without diagnostics, which are a single client's and do not leave; `heard` gets what it is asked.
 
-    def update_client(*arguments: Any) -> ClientUpdate[Any]:
-        return algorithm.update_client(*arguments)._replace(info={})
+    That is the request as the policy admits it, with the points that it leaves out.
+    """
+
+    def update_client(client: Any, personal: Any, message: Message, rng: Any) -> ClientUpdate[Any]:
+        heard(message)
+        return algorithm.update_client(client, personal, message, rng)._replace(info={})
 
     return algorithm._replace(update_client=update_client)
 
 
-def hidden(at: Place, request: Request, reply: Reply | Failure) -> Reply | Failure:
-    """A reply under masks; of a failure nothing but that there is one."""
+def hidden(at: Place, request: Request, admitted: Message, reply: Reply | Failure) -> Reply | Failure:
+    """A reply under masks; of a failure nothing but that there is one.
+
+    Masks depend on the points that the policy leaves out: where one site alone left out a point, the sums there and
+    at a point near by would differ by its value.
+    """
     if isinstance(reply, Failure):
         return Failure(reply.client_id, reply.nonce, REFUSED)
     words = secure.encoded(reply.message, len(at.names))
-    _, words = secure.masked(at.member, words, request.round, _asked(request))
+    inside = np.asarray(admitted.get("inside", np.ones(0)), dtype=bool)
+    asked = hashlib.sha256(_asked(request) + inside.tobytes()).digest()
+    _, words = secure.masked(at.member, words, request.round, asked)
     return reply._replace(message={WORDS: words.view(np.int64)}, info={}, reason="")
 
 

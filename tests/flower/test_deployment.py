@@ -322,7 +322,7 @@ def _pooled_line(rows: Any) -> tuple[Any, Any]:
 @pytest.mark.slow
 def test_five_sites_whose_server_gets_sums_alone_have_the_pooled_posterior(tmp_path: Path) -> None:
     """Under the default policy, though one of them has 40 rows: rows are counted over the cohort."""
-    deployed = _made(tmp_path, SITES=" ".join(ROWS))
+    deployed = _made(tmp_path, SITES=" ".join(ROWS), WARM="900")
     data = _outcomes(tmp_path)
     deployed.shell(f"python make_keys.py {tmp_path}/keys --sites $SITES")
     deployed.shell("./start.sh")
