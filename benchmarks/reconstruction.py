@@ -8,10 +8,11 @@ covariate's sd. The attacker knows n. Beside it stands what a guess from the pop
 With ``--cohort`` the rows are those of five sites together and the answers sums over them, as under masks: the attacker
 has values of Σ_k log f_k at the points of as many fits as it takes. Beside what the search finds stands how many rows
 the answers would tell whoever searches best: those whose posterior sd is below a tenth in all covariates, by the slopes
-at the truth, with the population as prior and answers that are rounded as float64 is.
+at the truth, with the population as prior and answers that are rounded as float64 is, or to multiples of 2⁻²⁰.
 
     python benchmarks/reconstruction.py
-    python benchmarks/reconstruction.py --rows --cohort 30 100 250 --points 1024 4096
+    python benchmarks/reconstruction.py --rows --cohort 30 100 250 --points 1024 4096 --starts 3 --steps 50
+    python benchmarks/reconstruction.py --rows --cohort 250 --points 20000 --starts 0
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from fedppl.types import Array
 
 _NEAR = 0.1  # sds of a covariate
 _SITES = 5  # of a cohort
-_ROUNDED = 2.0**-53  # relative, of an answer
+_ROUNDED = {"told": 2.0**-53, "told_coarsely": 2.0**-20}  # the first in units of the largest answer
 
 
 def logistic(X: Any, y: Any) -> pm.Model:
@@ -108,9 +109,8 @@ def slopes(points: Array, flat: Array) -> Array:
     return np.asarray((weights[:, :, None] * points[:, None, :]).reshape(len(points), -1))
 
 
-def told(points: Array, values: Array, truth: Array) -> int:
-    """Rows that the answers tell to a tenth of a sd, by slopes at the truth, whatever the search."""
-    sd = np.abs(values).max() * _ROUNDED
+def told(points: Array, sd: float, truth: Array) -> int:
+    """Rows that answers with errors of this sd tell to a tenth of a sd, by slopes at the truth, whatever the search."""
     # Precisions are those of J'J / sd² + 1, of which the 1 is the population's.
     _, singular, axes = np.linalg.svd(np.linalg.qr(slopes(points, truth.ravel()) / sd, mode="r"))
     precisions = 1.0 + np.append(singular, np.zeros(len(axes) - len(singular))) ** 2
@@ -145,10 +145,12 @@ def attacked(rows: int, cohort: bool, options: argparse.Namespace) -> dict[str, 
     line["asked_at"] = len(at)
     for points in options.points:
         some = rng.permutation(len(at))[:points]
-        guess = rebuilt(at[some], values[some], rows, rng, options.starts, options.steps)
-        line[f"found_from_{points}"] = recovered(guess, truth)
-        if cohort:
-            line[f"told_by_{points}"] = told(at[some], values[some], truth)
+        if options.starts:
+            guess = rebuilt(at[some], values[some], rows, rng, options.starts, options.steps)
+            line[f"found_from_{points}"] = recovered(guess, truth)
+        for name, rounded in _ROUNDED.items() if cohort else ():
+            sd = rounded * (np.abs(values).max() if name == "told" else 1.0)
+            line[f"{name}_by_{points}"] = told(at[some], sd, truth)
     return line
 
 
@@ -158,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[3, 10, 30, 100], help="of a client alone")
     parser.add_argument("--cohort", type=int, nargs="*", default=[], help="rows of all sites together")
     parser.add_argument("--points", type=int, nargs="+", default=[256, 1024])
-    parser.add_argument("--starts", type=int, default=20, help="of the search for rows")
+    parser.add_argument("--starts", type=int, default=20, help="of the search for rows; 0 does not search")
     parser.add_argument("--steps", type=int, default=200, help="of each start")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)
