@@ -73,8 +73,8 @@ def radon() -> dict[str, Any] | str:
         return "skipped: set FEDPPL_DATA to the folder of real data sets"
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    frame = {"county": [row["county"] for row in rows]}
-    frame |= {name: [float(row[name]) for row in rows] for name in ("log_radon", "floor")}  # type: ignore[dict-item]
+    frame: dict[str, Any] = {"county": [row["county"] for row in rows]}
+    frame |= {name: [float(row[name]) for row in rows] for name in ("log_radon", "floor")}
     import pandas as pd
 
     return one_model(fedppl.formula("log_radon ~ floor + (1 | county)"), pd.DataFrame(frame), by="county")
