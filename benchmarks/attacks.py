@@ -1,8 +1,9 @@
 """Attacks on a federation, and whether they are held: one JSON line.
 
 A site that lies about the model, messages made to end a run, files made to run code, a server that asks for rows or is
-after single patients, a budget that is counted wrongly, and a client that lies about its moments or in a sum. Each bar
-is a figure that ends in `_met`; the command ends with 1 where one is not.
+after single patients, a budget that is counted wrongly, a client that lies about its moments or in a sum, and a server
+that is after a single site's numbers where sites answer in sums. Each bar is a figure that ends in `_met`; the command
+ends with 1 where one is not.
 
     OMP_NUM_THREADS=1 python benchmarks/attacks.py
     OMP_NUM_THREADS=1 python benchmarks/attacks.py --parts budget trust
@@ -22,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-PARTS = ("wire", "state", "policy", "patients", "told", "budget", "trust", "sums")
+PARTS = ("wire", "state", "policy", "patients", "told", "budget", "trust", "sums", "poisoned")
 
 
 def run(part: str, quick: bool) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 # Sourced by the other scripts: where everything of this example lives, and Flower without look-ups on the network.
 # That is outside of the app's folder, which Flower packs and sends to the sites.
 export PORT="${PORT:-18000}"
+export SITES="${SITES:-north south west}"
 export WORK="${WORK:-$HOME/fedppl-clinics}"
 export FLWR_HOME="$WORK/flower"
 export FLWR_TELEMETRY_ENABLED=0

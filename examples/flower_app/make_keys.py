@@ -51,6 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     """Write ca.crt, server.pem, server.key, and NAME with NAME.pub for every site."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--sites", nargs="+", default=SITES)
     options = parser.parse_args(argv)
     folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,12 +75,12 @@ def main(argv: list[str] | None = None) -> None:
     (folder / "ca.crt").write_bytes(root.public_bytes(serialization.Encoding.PEM))
     (folder / "server.pem").write_bytes(leaf.public_bytes(serialization.Encoding.PEM))
     _write_private(folder / "server.key", server, _PRIVATE.PKCS8)
-    for site in SITES:
+    for site in options.sites:
         key = ec.generate_private_key(ec.SECP384R1())
         _write_private(folder / site, key, _PRIVATE.OpenSSH)
         public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
         (folder / f"{site}.pub").write_bytes(public + b"\n")
-    print(f"{folder}: CA, server certificate and keys of {', '.join(SITES)}")
+    print(f"{folder}: CA, server certificate and keys of {', '.join(options.sites)}")
 
 
 if __name__ == "__main__":

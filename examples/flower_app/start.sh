@@ -11,13 +11,14 @@ flower-superlink --host 127.0.0.1 --port "$PORT" --database "$WORK/superlink.db"
 echo $! > "$WORK/superlink.pid"
 
 # Only registered keys may connect, and the name given here is the client's id.
-for site in north south west; do
+for site in $SITES; do
     for attempt in $(seq 60); do
         flwr supernode register "$WORK/keys/$site.pub" loopback --name "$site" && break
         [ "$attempt" -lt 60 ] && sleep 1
     done
 done
-start_site north "$((PORT + 1))"
-start_site south "$((PORT + 2))"
-start_site west "$((PORT + 3))"
-echo "SuperLink on 127.0.0.1:$PORT and three SuperNodes are starting; logs are in $WORK"
+port="$PORT"
+for site in $SITES; do
+    start_site "$site" "$((++port))"
+done
+echo "SuperLink on 127.0.0.1:$PORT and the SuperNodes of $SITES are starting; logs are in $WORK"

@@ -2,7 +2,7 @@
 # Stop the SuperNodes with their warm workers, the SuperLink, and that of a simulation.
 cd "$(dirname "$0")"
 source ./environment.sh
-for name in north south west superlink simulation; do
+for name in $SITES superlink simulation; do
     [ -f "$WORK/$name.pid" ] && kill "$(cat "$WORK/$name.pid")" 2>/dev/null
     rm -f "$WORK/$name.pid"
 done

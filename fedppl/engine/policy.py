@@ -29,8 +29,9 @@ CONCLUSIONS = (*SUMMED, "conflict")
 _SUMS = ("required", "optional")
 FEWEST_SITES = 3  # of a cohort: of two each would know the other's part
 
-# Points of sums that are allowed where a policy names no number: of 250 rows together none is found from as many
-# (benchmarks/reconstruction.py --cohort, docs/privacy.md); a fit by sums asks at 2,500 to 9,000.
+# Points of sums that are allowed where a policy names no number; a fit by sums asks at 1,300 to 9,000. It bounds no
+# information. Of 250 rows together a search finds 12 from 4,096 points, and a guess 9; but a search that never fails
+# would find 121, and from 20,000 all, since sums are as exact as float64 (benchmarks/reconstruction.py --cohort).
 POINTS_OF_SUMS = 20_000
 _WHOLE = (  # limits that are whole numbers, with their least values; those from 1 on may be inf
     ("rows", 0, "0 allows any number"),
@@ -83,8 +84,8 @@ class Policy:
     fewest_sites
         Fewest sites of a cohort, this one counted; at least 3.
     cohorts
-        Most different sets of sites in whose sums this site takes part, over all runs: two sums over sets that differ
-        by a site tell that site's part.
+        Most different sets of sites in whose sums this site takes part, over all runs. Two sums over sets that differ
+        by a site tell that site's part: so 2, by which a run goes on without a site that stays away, gives that away.
     rows
         Smallest number of rows, the length of the shortest observed variable; over the whole cohort where replies are
         summed under masks. So are `parameters_per_row` and `events`.
@@ -108,7 +109,8 @@ class Policy:
     points
         Most points, over all runs, at which log densities leave, as for `fedppl.Sums`: from many of them, values far
         from the posterior can be solved for rows (``docs/privacy.md``). 0 allows none. None allows 20,000 points of
-        sums under masks, from which no rows were found, and none of single replies. Points beyond `distance` are left
+        sums under masks, and none of single replies. That is no proof: a search found no more of 250 rows than a guess
+        did, but the sums tell more than was found. Points beyond `distance` are left
         out and not counted.
     conclusions
         Summaries that leave when a run is over that the site answered in: "loo", sums of the rows' leave-one-out log
@@ -172,7 +174,7 @@ class Policy:
 
     sums: str = "required"
     fewest_sites: int = FEWEST_SITES
-    cohorts: float = 2
+    cohorts: float = 1
     rows: int = 250
     parameters_per_row: float = 0.05
     events: int = 5

@@ -48,7 +48,10 @@ Words = NDArray[np.uint64]
 Identity = ed25519.Ed25519PrivateKey  # a client's own: the others have its public part on their rosters
 
 _SUMMED = "use fedppl.Sums(), or another algorithm whose server reads sums alone, or leave secure= out."
-_NOISE = "masks of the cohort do not cancel: its members were not asked the same, or have other code"
+_NOISE = (
+    "masks of the cohort do not cancel: its members were not asked the same, leave out other points by the distance or "
+    "few_rows of their policies, or have other code"
+)
 _COARSE, _FINE = 2.0**20, 2.0**60  # steps of the two words of a number, for each unit
 _KEY_WORDS = 4  # of a key of 256 bits
 _WORD = 62  # bits that the sum of a word's parts may have, beside its sign
@@ -117,15 +120,20 @@ def joined(key: RunKey, greetings: Sequence[Greeting], roster: Mapping[str, byte
         raise DeclarationError(f"the cohort {sorted(names)} lacks the key of this site, {key.name!r}.")
     for one in greetings:
         _require_signed(one, key.run, roster)
+    # With both names: a member that passes another's key for its own would have the masks of a pair cancel each other.
     about = b"fedppl masks" + _framed(key.run.encode()) + digest(greetings)
     keys = {
-        one.name: HKDF(hashes.SHA256(), 32, None, about).derive(
+        one.name: HKDF(hashes.SHA256(), 32, None, about + _pair(key.name, one.name)).derive(
             key.private.exchange(x25519.X25519PublicKey.from_public_bytes(one.public))
         )
         for one in greetings
         if one.name != key.name
     }
     return Member(key.name, keys)
+
+
+def _pair(one: str, other: str) -> bytes:
+    return b"".join(_framed(name.encode()) for name in sorted((one, other)))
 
 
 def digest(greetings: Sequence[Greeting]) -> bytes:
@@ -211,7 +219,7 @@ def _under(key: bytes, secret: bytes, sender: str, number: int, asked: bytes) ->
 
 
 def _about_seal(number: int, asked: bytes) -> bytes:
-    return b"fedppl seal" + number.to_bytes(16, "little") + _framed(asked)
+    return b"fedppl seal" + _framed(str(number).encode()) + _framed(asked)
 
 
 def _of_part(name: str, about: bytes, raw: bytes) -> bytes:
@@ -352,7 +360,7 @@ def cohort_of(names: Sequence[str], run: str) -> dict[str, Member]:
 
 def _stream(key: bytes, number: int, asked: bytes, words: int) -> Words:
     # A key of its own, not a nonce: of 12 bytes, of which the server chooses a part, two would be made equal.
-    once = hmac.digest(key, b"fedppl round" + number.to_bytes(16, "little") + asked, "sha256")
+    once = hmac.digest(key, b"fedppl round" + _framed(b"%d" % number) + asked, "sha256")
     stream = Cipher(algorithms.ChaCha20(once, bytes(16)), mode=None).encryptor().update(bytes(8 * words))
     return np.frombuffer(stream, dtype=np.uint64)
 

@@ -545,7 +545,7 @@ def server_app(
     on_dropout
         What happens where sums are secure and a site of the cohort is absent for `wait` seconds: "stop" ends the run,
         which goes on from `checkpoint` once the site is back; "new cohort" fits anew with the others, if they are at
-        least three and their policies allow one more set of sites.
+        least three and their policies allow one more set of sites (``cohorts``, 1 by default).
     rounds, participation, checkpoint, deadline, random_seed, callback
         As in `fedppl.fit`. Entries of the run config with these names win, so that ``flwr run --run-config`` can
         set them; an empty checkpoint is none.

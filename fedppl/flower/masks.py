@@ -9,10 +9,11 @@ under masks of that cohort alone.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from fedppl.types import Array, DeclarationError, Message
 WORDS = "words"  # the one array of a masked reply
 MOST_ROWS = 2**53  # of a cohort
 _MOST_COUNTS = 2**16  # bytes of a part
+_COHORTS_KEPT = 8  # whose keys stay in memory
 MOST_OF_GATE = 2**26  # bytes of a sealed part: of 200 coordinates at four points it has 4 MB
 _OF_GATE = "gate "  # prefix of arrays that go with a request
 COUNTS = b"counts"  # what the words of a cohort's first sum are about
@@ -53,7 +55,7 @@ class Place(NamedTuple):
 def greet(files: Path, folder: Path, texts: Mapping[str, str], words: secure.Words | None = None) -> dict[str, str]:
     """A site's greeting for a run: the same whenever it is asked, of no data, or of the words that it will hide."""
     here = site.read(files)
-    return _packed(secure.greeting(_key(here, folder, _run(texts), words)))
+    return _packed(secure.greeting(secure.derived_key(here.identity, here.name, _run(texts), _where(folder, words))))
 
 
 def place(
@@ -61,14 +63,30 @@ def place(
 ) -> Place:
     """The site's place in a cohort all of whose members are on its roster, or DeclarationError with what is wrong."""
     here = site.read(files)
+    roster = tuple(sorted(here.roster.items()))
     try:
-        member = secure.joined(_key(here, folder, run, words), greetings, here.roster)
+        secret = here.identity.private_bytes_raw()
+        member = _member(secret, here.name, run, _where(folder, words), tuple(greetings), roster)
     except ValueError as error:  # among them keys that are no points of their curve
         if isinstance(error, DeclarationError):
             raise
         raise DeclarationError(f"the cohort cannot be used: {error}") from error
     names = tuple(sorted(one.name for one in greetings))
     return Place(member, names, secure.digest(greetings).hex(), np.zeros(0))
+
+
+@functools.lru_cache(maxsize=_COHORTS_KEPT)
+def _member(
+    secret: bytes,
+    name: str,
+    run: str,
+    where: str,
+    greetings: tuple[secure.Greeting, ...],
+    roster: tuple[tuple[str, bytes], ...],
+) -> secure.Member:
+    """A place among these greetings, once in a process: signatures and keys of a hundred members take 17 ms of CPU."""
+    key = secure.derived_key(secure.Identity.from_private_bytes(secret), name, run, where)
+    return secure.joined(key, greetings, dict(roster))
 
 
 def signed_part(files: Path, at: Place, about: bytes, numbers: Array, number: int = 1) -> dict[str, str]:
@@ -132,21 +150,31 @@ def added(at: Place, words: secure.Words) -> Any:
     return {WORDS: secure.masked(at.member, words, 1, COLUMNS)[1].view(np.int64)}
 
 
-def quiet(algorithm: AnyAlgorithm) -> AnyAlgorithm:
-    """The algorithm without diagnostics, which are a single client's and do not leave."""
+def quiet(algorithm: AnyAlgorithm, heard: Callable[[Message], None]) -> AnyAlgorithm:
+    """The algorithm without diagnostics, which are a single client's and do not leave; `heard` gets what it is asked.
 
-    def update_client(*arguments: Any) -> ClientUpdate[Any]:
-        return algorithm.update_client(*arguments)._replace(info={})
+    That is the request as the policy admits it, with the points that it leaves out.
+    """
+
+    def update_client(client: Any, personal: Any, message: Message, rng: Any) -> ClientUpdate[Any]:
+        heard(message)
+        return algorithm.update_client(client, personal, message, rng)._replace(info={})
 
     return algorithm._replace(update_client=update_client)
 
 
-def hidden(at: Place, request: Request, reply: Reply | Failure) -> Reply | Failure:
-    """A reply under masks; of a failure nothing but that there is one."""
+def hidden(at: Place, request: Request, admitted: Message, reply: Reply | Failure) -> Reply | Failure:
+    """A reply under masks; of a failure nothing but that there is one.
+
+    Masks depend on the points that the policy leaves out: where one site alone left out a point, the sums there and
+    at a point near by would differ by its value.
+    """
     if isinstance(reply, Failure):
         return Failure(reply.client_id, reply.nonce, REFUSED)
     words = secure.encoded(reply.message, len(at.names))
-    _, words = secure.masked(at.member, words, request.round, _asked(request))
+    inside = np.asarray(admitted.get("inside", np.ones(0)), dtype=bool)
+    asked = hashlib.sha256(_asked(request) + inside.tobytes()).digest()
+    _, words = secure.masked(at.member, words, request.round, asked)
     return reply._replace(message={WORDS: words.view(np.int64)}, info={}, reason="")
 
 
@@ -183,18 +211,18 @@ def concluded(at: Place, asked: bytes, told: Message, lengths: Mapping[str, int]
 
 def _gate(request: Request) -> bytes:
     """What a sealed part is about: a request in a round."""
-    return b"gate" + request.round.to_bytes(16, "little") + _asked(request)
+    return b"gate" + str(request.round).encode() + b"\n" + _asked(request)
 
 
 def _run(texts: Mapping[str, str]) -> str:
     return checked_name(one_text(texts, "run"), "'run'")
 
 
-def _key(here: site.Site, folder: Path, run: str, words: secure.Words | None = None) -> secure.RunKey:
+def _where(folder: Path, words: secure.Words | None) -> str:
     # The folder tells apart the apps of one identity: two accounts that do not know of each other have other masks.
     # So have other words, where there is one question alone: whatever is deleted at the site, no two have the same.
     about = "" if words is None else f"\n{hashlib.sha256(words.tobytes()).hexdigest()}"
-    return secure.derived_key(here.identity, here.name, run, f"{folder.resolve()}{about}")
+    return f"{folder.resolve()}{about}"
 
 
 def _about(at: Place, about: bytes) -> bytes:

@@ -174,6 +174,22 @@ def test_a_server_that_changes_a_cohort_is_refused(attack: str, rule: str) -> No
         secure.joined(keys["north"], list(cohorts[attack].values()), roster)
 
 
+@pytest.mark.parametrize("top", [0, 128])  # of the last byte, which X25519 does not read: the same key in other bytes
+def test_a_member_that_passes_another_s_key_for_its_own_does_not_unmask_a_third(top: int) -> None:
+    """Of two masks under one key, one would be added and one subtracted."""
+    names = ("north", "south", "west")
+    identities = {name: secure.Identity.generate() for name in names}
+    roster = {name: identity.public_key().public_bytes_raw() for name, identity in identities.items()}
+    keys = {name: secure.derived_key(identity, name, "run") for name, identity in identities.items()}
+    north = secure.greeting(keys["north"])
+    copied = north.public[:-1] + bytes([north.public[-1] | top])
+    signed = identities["west"].sign(secure._signed("west", "run", copied))
+    greetings = [north, secure.greeting(keys["south"]), secure.Greeting("west", copied, signed)]
+    member = secure.joined(keys["south"], greetings, roster)
+    words = secure.encoded({"x": np.zeros(50)}, 3)
+    assert np.count_nonzero(secure.masked(member, words, 1)[1]) > 90
+
+
 # Fits ---------------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""The example app deployed on loopback with TLS and SuperNode authentication: killed servers, killed sites."""
+"""Apps deployed on loopback with TLS and SuperNode authentication: killed servers, killed sites, sums under masks."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ pytest.importorskip("flwr")
 
 import fedppl
 from fedppl import audit, gaussian
+from fedppl import site as sites
 from fedppl.gaussian import Gaussian
 from fedppl.storage import checkpoint as checkpoints
 from tests.support import problems
@@ -77,7 +78,7 @@ def wait_for(what: str, ready: Callable[[], Any], deployment: Deployment, second
     end = time.monotonic() + seconds
     while not (found := ready()):
         if time.monotonic() > end:
-            logs = {name: deployment.log(name)[-3000:] for name in ("superlink", *SITES)}
+            logs = {path.stem: path.read_text(errors="replace")[-3000:] for path in deployment.work.glob("*.log")}
             raise AssertionError(f"{what} did not happen within {seconds} s; {logs}")
         time.sleep(0.5)
     return found
@@ -110,17 +111,22 @@ def warm(tmp_path: Path) -> Iterator[Deployment]:
     yield from _deployed(tmp_path, WARM="600")
 
 
-def _deployed(work: Path, **more: str) -> Iterator[Deployment]:
+def _made(work: Path, **more: str) -> Deployment:
+    """A deployment that is not started yet."""
     root = str(Path(__file__).parents[2])
     environment = {
         **os.environ,
         "WORK": str(work),
-        "PORT": str(port := free_ports(4)),
+        "PORT": str(port := free_ports(6)),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
         **more,
     }
-    deployed = Deployment(work, port, environment)
+    return Deployment(work, port, environment)
+
+
+def _deployed(work: Path, **more: str) -> Iterator[Deployment]:
+    deployed = _made(work, **more)
     deployed.shell(f"python make_data.py {work}/data && python make_keys.py {work}/keys")
     deployed.shell(f"python make_policies.py {work}/policies")
     for policy in (work / "policies").iterdir():  # all tests together ask more often than a clinic would stand
@@ -275,3 +281,64 @@ def test_warm_workers_do_not_change_the_example(warm: Deployment, reference: fed
         assert (folder / f"{site}.nc").stat().st_size > 10_000
         assert (folder / "worker" / "log").exists() and not (folder / "worker" / "key").exists()  # concluded
         assert "no warm worker answers" not in warm.log(site)
+
+
+ROWS = {"east": 40, "north": 200, "south": 200, "upper": 200, "west": 200}
+
+
+def _outcomes(work: Path) -> dict[str, Any]:
+    """Files of a logistic regression's rows for each site, and identities of all on all rosters."""
+    rng, data, lines = np.random.default_rng(5), {}, {}
+    (work / "data").mkdir()
+    for name, rows in ROWS.items():
+        x = rng.normal(size=rows)
+        y = rng.random(rows) < 1 / (1 + np.exp(0.5 - 0.8 * x))
+        data[name] = np.column_stack([x.round(6), y])
+        np.savetxt(work / "data" / f"{name}.csv", data[name], delimiter=",", header="x,y", comments="", fmt="%.6f")
+        lines[name] = sites.make(work / "sites" / f"identity of {name}", name)
+    for name in ROWS:
+        for other in set(ROWS) - {name}:
+            sites.add(work / "sites" / f"identity of {name}", lines[other])
+    return data
+
+
+def _pooled_line(rows: Any) -> tuple[Any, Any]:
+    """Mean and sds of the posterior of all rows in one place, by sums over a grid of eight sds about the mode."""
+    x, y = rows.T
+    design, mode = np.column_stack([np.ones(len(x)), x]), np.zeros(2)
+    for _ in range(30):
+        chance = 1 / (1 + np.exp(-design @ mode))
+        precision = (design.T * (chance * (1 - chance))) @ design + np.eye(2) / 4
+        mode = mode + np.linalg.solve(precision, design.T @ (y - chance) - mode / 4)
+    sd = np.sqrt(np.diag(np.linalg.inv(precision)))
+    a, b = np.meshgrid(*(m + s * np.linspace(-8, 8, 161) for m, s in zip(mode, sd, strict=True)), indexing="ij")
+    at = np.stack([a.ravel(), b.ravel()], axis=1)
+    log = sum(v * (at @ row) - np.logaddexp(0, at @ row) for row, v in zip(design, y, strict=True))
+    weights = np.exp(log - (at**2).sum(axis=1) / 8 - np.max(log))
+    mean = weights @ at / weights.sum()
+    return mean, np.sqrt(weights @ (at - mean) ** 2 / weights.sum())
+
+
+@pytest.mark.slow
+def test_five_sites_whose_server_gets_sums_alone_have_the_pooled_posterior(tmp_path: Path) -> None:
+    """Under the default policy, though one of them has 40 rows: rows are counted over the cohort."""
+    deployed = _made(tmp_path, SITES=" ".join(ROWS), WARM="900")
+    data = _outcomes(tmp_path)
+    deployed.shell(f"python make_keys.py {tmp_path}/keys --sites $SITES")
+    deployed.shell("./start.sh")
+    try:
+        app = Path(__file__).parents[1] / "deployed_sums"
+        results = deployed.submit("sums", app, wait=500.0, deadline=300.0)
+        wait_for("the end of the run", (results / "fit.json").exists, deployed, 900)
+    finally:
+        deployed.shell("./stop.sh")
+    found = json.loads((results / "fit.json").read_text())
+    assert found["status"] == "converged", found
+    assert not any(found["failures"])
+    mean, sd = _pooled_line(np.concatenate(list(data.values())))
+    assert np.max(np.abs(np.array(found["mean"]) - mean) / sd) < 0.02
+    assert np.max(np.abs(np.array(found["sd"]) / sd - 1)) < 0.02
+    for name in ROWS:
+        lines = list(audit.lines(tmp_path / "sites" / name / "audit.jsonl"))
+        assert not [line for line in lines if line.get("refused")]
+        assert [line["members"] for line in lines if line["event"] == "cohort"] == [sorted(ROWS)]

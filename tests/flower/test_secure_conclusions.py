@@ -532,13 +532,11 @@ def test_rounds_by_client_have_who_answered_and_no_diagnostics(three: Any) -> No
     assert len(asks) == 3 * rounds.sizes["round"]
 
 
-@pytest.mark.parametrize("algorithm", [fedppl.EP(trust=3.0), None])
-def test_bounds_on_single_sites_are_refused_before_anybody_enrols(algorithm: Any) -> None:
-    """`trust=`, and the algorithm that is chosen where a fit names none."""
+def test_bounds_on_single_sites_are_refused_before_anybody_enrols() -> None:
     model, _ = of_coins()
     engine = engine_of(FakeGrid({}), model, 3, secure=True)
     with pytest.raises(DeclarationError, match=r"sums are secure.*fedppl.Sums\(\)"):
-        fedppl.fit(model, None, algorithm, engine=engine, **SETTINGS)
+        fedppl.fit(model, None, fedppl.EP(trust=3.0), engine=engine, **SETTINGS)
 
 
 def test_reliability_is_drawn_by_tenths(three: Any) -> None:

@@ -37,6 +37,7 @@ from tests.support.fake_grid import FakeGrid, engine_of, node
 
 OPEN = Policy(
     sums="optional",
+    cohorts=2,
     rows=0,
     few_rows=0,
     parameters_per_row=math.inf,

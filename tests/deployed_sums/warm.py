@@ -1,0 +1,9 @@
+"""What Flower starts at a site, anew for every message: a warm worker answers, which imports `pooled` once."""
+
+from __future__ import annotations
+
+import fedppl
+
+app = fedppl.Flower.warm_app(
+    "pooled:site", folder=lambda config: config["folder"], idle=lambda config: float(config["warm"])
+)
