@@ -166,7 +166,7 @@ def set_up(here: node.Node, others: dict[str, secure.Identity], run: str) -> tup
     cpu += time.process_time() - started
     part = masks.unpack_part(joins[1], "site 0")
     roster = site.read(here.secure).roster
-    about, sent = masks.COUNTS + secure.digest(greetings), secure.encoded({"": np.array([200.0, 90, 110, 0])}, 5)
+    about, sent = masks.COUNTS + secure.digest(greetings), secure.encoded({"": np.array([200.0, 90, 110, 0, 0])}, 5)
     parts = [part]
     for name, key in keys.items():
         _, words = secure.masked(secure.joined(key, greetings, roster), sent, 1, masks.COUNTS)

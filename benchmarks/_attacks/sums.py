@@ -397,7 +397,7 @@ def _copied_key(here: World, run: str, message: dict[str, Any], victim: str, rng
     parts = [joined(small, run, name, greetings) for name in (first, between)]
     signed = [one for one in parts if isinstance(one, secure.Part)]
     read = [np.frombuffer(part.words, dtype="<u8").astype(np.uint64) for part in signed]
-    words = secure.encoded({"": np.array([1000.0])}, 3) - secure.added(read)
+    words = secure.encoded({"": np.array([1000.0, 0.0])}, 3) - secure.added(read)
     about = masks.COUNTS + secure.digest(greetings)
     signed.append(secure.published(site.read(small.folder / liar).identity, liar, about, words))
     tried = _sorted([asked(small, run, name, message, signed) for name in (first, between)])

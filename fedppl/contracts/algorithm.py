@@ -142,7 +142,8 @@ class Replies(NamedTuple, Generic[S]):
     Attributes
     ----------
     shapes
-        Names and shapes of the arrays expected next; other replies are rejected.
+        Names and shapes of the arrays expected next; other replies are rejected. In a sum an array ``NAME_lost`` counts
+        clients that have no value at an entry of ``NAME``: under masks the sum of that entry is noise.
     reject
         Why a reply of the right shapes cannot be used, or None.
     summed

@@ -48,10 +48,7 @@ Words = NDArray[np.uint64]
 Identity = ed25519.Ed25519PrivateKey  # a client's own: the others have its public part on their rosters
 
 _SUMMED = "use fedppl.Sums(), or another algorithm whose server reads sums alone, or leave secure= out."
-_NOISE = (
-    "masks of the cohort do not cancel: its members were not asked the same, leave out other points by the distance or "
-    "few_rows of their policies, or have other code"
-)
+_NOISE = "masks of the cohort do not cancel: its members were not asked the same, or have other code"
 _COARSE, _FINE = 2.0**20, 2.0**60  # steps of the two words of a number, for each unit
 _KEY_WORDS = 4  # of a key of 256 bits
 _WORD = 62  # bits that the sum of a word's parts may have, beside its sign
@@ -295,6 +292,12 @@ def masked(member: Member, words: Words, number: int, asked: bytes = b"") -> tup
         mask = _stream(key, number, asked, len(words))
         hidden = hidden + mask if member.name < other else hidden - mask
     return member._replace(last=number), hidden
+
+
+def noise(member: Member, words: int, number: int, asked: bytes = b"") -> Words:
+    """Words that nobody knows but the member, always the same for what was `asked` in a round."""
+    key = hashlib.sha256(b"fedppl noise" + b"".join(map(_framed, member.keys.values()))).digest()
+    return _stream(key, number, asked, words)
 
 
 def added(parts: Sequence[Words]) -> Words:

@@ -13,11 +13,12 @@ import functools
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedppl import site
 from fedppl.contracts import AnyAlgorithm, ClientUpdate, Failure, Reply, Request
@@ -150,32 +151,37 @@ def added(at: Place, words: secure.Words) -> Any:
     return {WORDS: secure.masked(at.member, words, 1, COLUMNS)[1].view(np.int64)}
 
 
-def quiet(algorithm: AnyAlgorithm, heard: Callable[[Message], None]) -> AnyAlgorithm:
-    """The algorithm without diagnostics, which are a single client's and do not leave; `heard` gets what it is asked.
+def quiet(algorithm: AnyAlgorithm) -> AnyAlgorithm:
+    """The algorithm without diagnostics, which are a single client's and do not leave."""
 
-    That is the request as the policy admits it, with the points that it leaves out.
-    """
-
-    def update_client(client: Any, personal: Any, message: Message, rng: Any) -> ClientUpdate[Any]:
-        heard(message)
-        return algorithm.update_client(client, personal, message, rng)._replace(info={})
+    def update_client(*arguments: Any) -> ClientUpdate[Any]:
+        return algorithm.update_client(*arguments)._replace(info={})
 
     return algorithm._replace(update_client=update_client)
 
 
-def hidden(at: Place, request: Request, admitted: Message, reply: Reply | Failure) -> Reply | Failure:
+def hidden(at: Place, request: Request, reply: Reply | Failure) -> Reply | Failure:
     """A reply under masks; of a failure nothing but that there is one.
 
-    Masks depend on the points that the policy leaves out: where one site alone left out a point, the sums there and
-    at a point near by would differ by its value.
+    Where a site has no value at a point, which it counts in an array of that name and ``_lost``, its word is noise: of
+    a sum over the others there, and over all at a point near by, the difference would be its value.
     """
     if isinstance(reply, Failure):
         return Failure(reply.client_id, reply.nonce, REFUSED)
+    asked = _asked(request)
     words = secure.encoded(reply.message, len(at.names))
-    inside = np.asarray(admitted.get("inside", np.ones(0)), dtype=bool)
-    asked = hashlib.sha256(_asked(request) + inside.tobytes()).digest()
     _, words = secure.masked(at.member, words, request.round, asked)
+    lost = np.flatnonzero(np.tile(_lost(reply.message), 2))
+    words[lost] += secure.noise(at.member, len(words), request.round, asked)[lost]
     return reply._replace(message={WORDS: words.view(np.int64)}, info={}, reason="")
+
+
+def _lost(message: Message) -> NDArray[np.bool_]:
+    """Which numbers of a reply are of points without a value, in the order in which they are encoded."""
+    parts = [
+        np.asarray(message.get(f"{name}_lost", np.zeros(np.shape(message[name])))).ravel() for name in sorted(message)
+    ]
+    return np.concatenate([np.zeros(0), *parts]) > 0
 
 
 def _asked(request: Request, *more: str) -> bytes:

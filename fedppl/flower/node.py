@@ -374,8 +374,7 @@ def _answered(
         _refuse(guard, _guard.named("request", request), f"epsilon: {why}")
         return None
     own_id, about = node.client_id(config), _guard.named("request", request)
-    admitted: list[Message] = [{}]
-    algorithm = node.algorithm if place is None else _masks.quiet(node.algorithm, admitted.append)
+    algorithm = node.algorithm if place is None else _masks.quiet(node.algorithm)
     try:
         if not _declaration_admitted(node, guard):
             return None
@@ -407,7 +406,7 @@ def _answered(
         numbers = request.round, request.client_id, reply.reason, reply.private
         logger.warning("round %d, client %s failed: %s %s", *numbers, extra=extra)
     if place is not None:
-        reply = _masks.hidden(place, request, admitted[-1], reply)
+        reply = _masks.hidden(place, request, reply)
     answered = _wire.pack_reply(reply)
     if isinstance(reply, Failure) and reply.reason == _guard.REFUSED:
         return answered  # nothing is stored: a server could make up any number of names

@@ -21,7 +21,7 @@ pytest.importorskip("flwr")
 from flwr.app import Message as FlowerMessage
 
 import fedppl
-from benchmarks._attacks import sums
+from benchmarks._attacks import poisoned
 from fedppl import DeclarationError, FederatedModel, Policy
 from fedppl.engine import secure
 from fedppl.flower import conclusions, masks
@@ -466,25 +466,25 @@ def test_what_a_cohort_told_is_saved_with_the_fit(three: Any, tmp_path: Path) ->
 
 def test_a_smooth_lie_in_a_sum_moves_the_mean_unseen_and_a_rough_one_ends_the_fit() -> None:
     """docs/security.md says so: nothing bounds what one site adds, as nobody sees its part."""
-    honest = sums.fitted()
-    slope = sums.attack(sums.SMOOTH["a slope of 10 a sd"], honest)
+    honest = poisoned.fitted()
+    slope = poisoned.attack(poisoned.SMOOTH["a slope of 10 a sd"], honest)
     assert slope["status"] == "converged" and slope["moved_sd"] == pytest.approx(10.0, rel=1e-3)
-    place = sums.attack(sums.SMOOTH["sure of a place 50 sds away"], honest)
+    place = poisoned.attack(poisoned.SMOOTH["sure of a place 50 sds away"], honest)
     assert place["status"] == "converged" and place["moved_sd"] > 40
     with pytest.warns(fedppl.ConvergenceWarning):
-        point = sums.attack(sums.ROUGH["50 more at a point"], honest)
+        point = poisoned.attack(poisoned.ROUGH["50 more at a point"], honest)
     assert point["status"] == "stalled" and point["moved_sd"] is None
 
 
 def test_a_constant_moves_the_evidence_alone() -> None:
-    honest, lied = sums.fitted(), sums.fitted(sums.ROUGH["5 more everywhere"])
+    honest, lied = poisoned.fitted(), poisoned.fitted(poisoned.ROUGH["5 more everywhere"])
     assert_allclose(fedppl.gaussian.mean(lied.posterior), fedppl.gaussian.mean(honest.posterior), rtol=1e-9)
     assert lied.status.ok and lied.log_evidence.value - honest.log_evidence.value == pytest.approx(5.0, abs=1e-6)
 
 
 def test_a_fit_that_stalls_under_masks_does_not_say_that_nobody_answered() -> None:
     with pytest.warns(fedppl.ConvergenceWarning):
-        found = sums.fitted(sums.ROUGH["50 more at a point"])
+        found = poisoned.fitted(poisoned.ROUGH["50 more at a point"])
     assert found.status is fedppl.Status.STALLED and "ever sent" not in found.message and "search" in found.message
 
 
