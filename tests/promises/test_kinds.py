@@ -317,3 +317,18 @@ def test_the_code_on_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for number, block in enumerate(blocks, start=1):
         exec(compile(block, f"docs/summaries.md, block {number}", "exec"), namespace)  # noqa: S102
     assert len(blocks) == 3 and "arm[drug]" in capsys.readouterr().out
+
+
+def test_kinds_whose_outcomes_are_counted_apart_are_refused_under_masks() -> None:
+    """Outcomes of one kind are 0 and 1, which are counted, and those of the other are numbers."""
+
+    def coins(tossed: Any) -> Any:
+        with pm.Model() as model:
+            pm.Bernoulli("seen", logit_p=effect(), observed=pm.Data("tossed", tossed))
+        return model
+
+    both = FederatedModel({"full": full, "coins": coins}, shared=["mu"])
+    clients = {"site 0": {"y": ROWS["site 0"]}, "site 1": {"y": ROWS["site 1"]}, "site 2": {"tossed": np.array([0, 1])}}
+    policy = fedppl.Policy(rows=0, few_rows=0, parameters_per_row=np.inf, events=0)
+    with pytest.raises(DeclarationError, match="one kind"):
+        fit(both, clients, fedppl.Sums(), engine=fedppl.InProcess(policy=policy, secure=True))
