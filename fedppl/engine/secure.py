@@ -198,8 +198,8 @@ def opened(member: Member, name: str, words: Words, number: int, asked: bytes) -
     others = sorted({*member.keys, member.name} - {name})
     end = len(words) - _KEY_WORDS * len(others)
     if end < 0:
-        rule = f"at least {_KEY_WORDS} a member are wanted for its keys; that site has other code: ask it"
-        raise DeclarationError(f"the part of site {name!r} has {len(words)} words, and {rule}.")
+        rule = f"too few for {_KEY_WORDS} to each other member; that site has other code: ask it"
+        raise DeclarationError(f"the part of site {name!r} has {len(words)} words, {rule}.")
     if name == member.name:
         key = _own_key(member, number, asked)
     else:

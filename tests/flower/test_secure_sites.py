@@ -592,7 +592,7 @@ def test_a_site_that_was_killed_before_it_answered_gives_the_same_words(
     with pytest.raises(SystemExit):
         server.ask("client 0", counts)
     monkeypatch.setattr(signed, "replace", replace)
-    (_, _, arrays, _), *_ = made
+    (_, _, arrays, *_), *_ = made
     words = server.ask("client 0", counts)
     assert isinstance(words, np.ndarray)
     assert_array_equal(words, np.asarray(arrays[masks.WORDS]).view(np.uint64))
@@ -682,6 +682,7 @@ def test_identities_are_made_once_and_rosters_grow_by_lines(tmp_path: Path, caps
     assert (folder / "identity").read_bytes() == before
     assert site.main(["identity", str(tmp_path / "b"), "--name", "the south"]) == 0
     other = capsys.readouterr().out.strip()
+    assert site.main(["identity", str(folder / "identity" / "c")]) == 1 and "may write" in capsys.readouterr().err
     (folder / "roster").write_text("# by telephone, 3 May\n\n" + other, encoding="utf-8")  # without an end of line
     third = site.make(tmp_path / "west", "ü")
     assert site.main(["roster", str(folder), third]) == 0
