@@ -162,8 +162,12 @@ def main(argv: list[str] | None = None) -> int:
             print(make(given.folder, given.name or given.folder.resolve().name))
         else:
             print(f"{add(given.folder, given.line)!r} is on the roster {str(given.folder / ROSTER)!r}")
-    except (DeclarationError, OSError) as error:
+    except DeclarationError as error:
         print(error, file=sys.stderr)
+        return 1
+    except OSError as error:
+        remedy = "give a folder in which this user may write"
+        print(f"folder {str(given.folder)!r} cannot be used ({reason(error)}); {remedy}.", file=sys.stderr)
         return 1
     return 0
 

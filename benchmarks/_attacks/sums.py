@@ -24,6 +24,7 @@ import logging
 import tempfile
 import time
 import unicodedata
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -340,6 +341,16 @@ def _in_parallel(here: World, run: str, message: dict[str, Any], victim: str, co
         return list(pool.map(one, [message, _moved(message)]))
 
 
+def _a_part_of_the_sites(here: World, run: str, message: dict[str, Any], victim: str, counts: Any) -> list[Words | str]:
+    """All are asked the same, for the numbers of those sites whose names have the least checksums: of one, and more."""
+    checksums = sorted(zlib.crc32(name.encode()) / 2**32 for name in _NAMES)
+    return [
+        asked(here, run, name, {**message, "some": np.array(part + 1e-9)}, counts, number)
+        for number, part in enumerate(checksums, start=2)
+        for name in _NAMES
+    ]
+
+
 def _restarted(here: World, run: str, message: dict[str, Any], victim: str, counts: Any) -> list[Words | str]:
     """The last answer is lost, and the account kept: as where a process dies before it has answered."""
     for path in (here.folder / f"at {victim}").glob("*.personal"):
@@ -488,6 +499,7 @@ ATTACKS: dict[str, tuple[Attack, set[str]]] = {  # and the rules, one of which r
     "a type for one": (_one_apart(dtype="<f4"), set()),
     "points for one": (_one_apart(moved=True), set()),
     "points to leave out for one": (_one_apart(message={"inside": np.arange(_POINTS) > 2}), set()),
+    "a part of the sites": (_after(_a_part_of_the_sites), set()),
     "far out": (_far, {"distance"}),
     "forged counts": (_forged, {"sums"}),
     "restarted": (_after(_restarted), {"round"}),

@@ -97,7 +97,7 @@ class _AtMean(NamedTuple):
 
 
 def numbers(client: Any, at: Sequence[Array], cohort: Holdings) -> Array:
-    """What a client adds to the sum: for each place a count of 1 where it has no numbers, and Gram matrices."""
+    """What a client adds to the sum: for each place Gram matrices, after a count of 1 where there are none but NaN."""
     m, most = client.layout.size, _LARGEST / cohort.sites
     grams = [_finite(functools.partial(_grams, client, point, cohort), _width(m), most) for point in at]
 
@@ -122,7 +122,7 @@ def _finite(compute: Callable[[], Array], size: int, most: float) -> Array:
             return np.concatenate([[0.0], found])
     except Exception:  # no slopes there, or no density: whoever has none refuses, and the sum is known to lack it
         pass
-    return np.concatenate([[1.0], np.zeros(size)])
+    return np.concatenate([[1.0], np.full(size, np.nan)])
 
 
 def _units(client: Any, cohort: Holdings) -> Array:

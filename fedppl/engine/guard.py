@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 REFUSED = "refused by its site; the reason is in the site's own log"  # all that a server learns, whatever the rule
 _FEW_LEFT_OUT = 0.5  # of the points: a search tries points along a line far beyond the step that it takes
 _OWN = ("inside",)  # arrays that the guard adds to a request
+_AGREEMENT = "agreement "  # prefix of the names of agreements in a ledger
+_DECLARATION = "declaration "  # and of declarations
 
 
 class Run(NamedTuple):
@@ -198,7 +200,7 @@ def checked(
     last = ledger.runs.get(request.run, Run())
     if request.round <= last.round:
         return f"round: {request.round} comes after {last.round} of this run", request, 0
-    rule = _too_many(rules, ledger) or policy.refuse_algorithm(rules, algorithm)
+    rule = _refuse_name(request.run) or _too_many(rules, ledger) or policy.refuse_algorithm(rules, algorithm)
     rule = rule or policy.refuse_declaration(rules, lambda: client.declaration)
     rule = rule or _of_data(guard, algorithm, client)
     rule = rule or policy.refuse_release(rules, algorithm.disclosure.noise_multiplier, ledger.spent, ledger.unknown)
@@ -233,6 +235,12 @@ def where_asked(algorithm: AnyAlgorithm, layout: Layout, message: Message) -> As
 def _too_many(rules: Policy, ledger: Ledger) -> str | None:
     rule = f"requests: {ledger.requests} answered, at most {rules.requests:g} wanted"
     return None if ledger.requests < rules.requests else rule
+
+
+def _refuse_name(run: str) -> str | None:
+    """The rule that a run's name breaks which the ledger has for agreements or declarations: it would admit one."""
+    taken = next((one for one in (_AGREEMENT, _DECLARATION) if run.startswith(one)), None)
+    return taken and f"run: its name {run[:60]!r} begins with {taken!r}, by which others are counted; name it otherwise"
 
 
 def _not_a_share(request: Request) -> str | None:
@@ -309,6 +317,7 @@ def concluded(guard: Guard, run: str, asked: str = "") -> bool:
     is_new, last = run not in ledger.runs, ledger.runs.get(run, Run())
     is_over = last.concluded and not (asked and asked == last.conclusion)
     rule = _too_many(guard.policy, ledger) if is_new else "conclusion: this run is over" if is_over else None
+    rule = _refuse_name(run) or rule
     if rule is None:
         after = last._replace(concluded=True, conclusion=asked)
         ledger = _with_run(ledger, run, after)._replace(requests=ledger.requests + is_new)
@@ -360,8 +369,6 @@ def let_out(guard: Guard, client: ClientView, request: Request, arrays: Message)
 
 # Before a run: declarations, summaries of columns and agreements are counted and logged like requests -----------------
 
-_AGREEMENT = "agreement "  # prefix of the names of agreements in a ledger
-_DECLARATION = "declaration "  # and of declarations
 _ONE_DECLARATION = (
     "epsilon: one declaration, since whether another goes with the rows is not paid for; a builder is another where "
     "its code, what that reads, or the version of Python is: run the first again, or begin a new account"
@@ -456,16 +463,21 @@ def admit_cohort(guard: Guard, run: str, names: Sequence[str], digest: str) -> b
     return _written(guard, ledger, rule, **entry)
 
 
-def admit_gate(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) -> Sequence[Array] | None:
+def admit_gate(
+    guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request, before: int = 0
+) -> Sequence[Array] | None:
     """The points at which members of a cohort sum what their rows say, before one of them answers a request there.
 
-    None where a rule but `few_rows`, which is looked at afterwards, refuses that request. It is counted in the log
-    alone: the sum is for the members, and the request itself costs what it costs.
+    None where a rule but `few_rows`, which is looked at afterwards, refuses that request. The sum is for the members,
+    and the request itself costs what it costs. Where the request of the gate `before`, by its round, was not answered,
+    that gate counts as one: else a server would have a member beside it read any number of such sums.
     """
-    open_guard = guard._replace(policy=dataclasses.replace(guard.policy, few_rows=0))
-    rule = checked(open_guard, guard.read(), algorithm, client, request)[0]
+    open_guard, ledger = guard._replace(policy=dataclasses.replace(guard.policy, few_rows=0)), guard.read()
+    rule = checked(open_guard, ledger, algorithm, client, request)[0]
     entry = {**named("gate", request), "asked": _sizes(request.message), "request_digest": digest(request)}
-    if not _written(guard, guard.read(), rule, **entry):
+    if before > ledger.runs.get(request.run, Run()).round and not rule:
+        ledger = ledger._replace(requests=ledger.requests + 1)
+    if not _written(guard, ledger, rule, **entry):
         return None
     return in_sums.places(client.layout, where_asked(algorithm, client.layout, request.message))
 

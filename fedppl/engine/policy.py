@@ -36,7 +36,7 @@ POINTS_OF_SUMS = 20_000
 _WHOLE = (  # limits that are whole numbers, with their least values; those from 1 on may be inf
     ("rows", 0, "0 allows any number"),
     ("events", 0, "0 allows any number"),
-    ("points", 0, "0 allows no log densities at points, None the usual number"),
+    ("points", 0, "0 allows no log densities at points, and where it is left out the usual number is allowed"),
     ("fewest_sites", FEWEST_SITES, "of two sites each would know the other's part"),
     ("cohorts", 1, "inf allows any number"),
     ("few_rows", 0, "0 does not look at it"),

@@ -107,8 +107,11 @@ def greeting(key: RunKey) -> Greeting:
     return Greeting(key.name, key.private.public_key().public_bytes_raw(), key.signature)
 
 
-def joined(key: RunKey, greetings: Sequence[Greeting], roster: Mapping[str, bytes]) -> Member:
-    """A client's place in a cohort: of its own greeting, and others that identities on its roster signed."""
+def joined(key: RunKey, greetings: Sequence[Greeting], roster: Mapping[str, bytes], agreed: str = "") -> Member:
+    """A client's place in a cohort: of its own greeting, and others that identities on its roster signed.
+
+    Who has `agreed` on something else than the others has other masks.
+    """
     names = {one.name for one in greetings}
     if len(names) < max(FEWEST_SITES, len(greetings)):
         wanted = f"at least {FEWEST_SITES} different ones are wanted; wait until more sites take part"
@@ -118,7 +121,7 @@ def joined(key: RunKey, greetings: Sequence[Greeting], roster: Mapping[str, byte
     for one in greetings:
         _require_signed(one, key.run, roster)
     # With both names: a member that passes another's key for its own would have the masks of a pair cancel each other.
-    about = b"fedppl masks" + _framed(key.run.encode()) + digest(greetings)
+    about = b"fedppl masks" + _framed(key.run.encode()) + _framed(agreed.encode()) + digest(greetings)
     keys = {
         one.name: HKDF(hashes.SHA256(), 32, None, about + _pair(key.name, one.name)).derive(
             key.private.exchange(x25519.X25519PublicKey.from_public_bytes(one.public))
@@ -172,7 +175,8 @@ def verified(
 ) -> dict[str, Words]:
     """The words that all members have signed for what they are about, by name, or DeclarationError."""
     if sorted(part.name for part in parts) != sorted(names) or len({len(part.words) for part in parts}) != 1:
-        raise DeclarationError(f"parts of {sorted(part.name for part in parts)}, and the cohort is {sorted(names)}.")
+        got = f"{len(parts)} parts, of {sorted(part.name for part in parts)}, and one of each is wanted, of one length"
+        raise DeclarationError(f"{got}: the cohort is {sorted(names)}; the server has to send all, or begin a new run.")
     for part in parts:
         _verify(roster[part.name], part.signature, _of_part(part.name, about, part.words), part.name, "part of a sum")
     return {part.name: np.frombuffer(part.words, dtype="<u8").astype(np.uint64) for part in parts}
@@ -194,7 +198,8 @@ def opened(member: Member, name: str, words: Words, number: int, asked: bytes) -
     others = sorted({*member.keys, member.name} - {name})
     end = len(words) - _KEY_WORDS * len(others)
     if end < 0:
-        raise DeclarationError(f"the part of site {name!r} has {len(words)} words, too few for its keys.")
+        rule = f"too few for {_KEY_WORDS} to each other member; that site has other code: ask it"
+        raise DeclarationError(f"the part of site {name!r} has {len(words)} words, {rule}.")
     if name == member.name:
         key = _own_key(member, number, asked)
     else:

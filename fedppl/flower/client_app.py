@@ -12,6 +12,7 @@ from flwr.app import ConfigRecord, Context
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
+from fedppl import site
 from fedppl.contracts import Algorithm, AnyAlgorithm
 from fedppl.engine.policy import NO_RULES, Policy, read
 from fedppl.flower import node as _node
@@ -51,7 +52,7 @@ def client_app(
         Your function from the site's node config to its data, name to array. It runs at the site.
     client_id
         Function from the node config to this client's id; by default its entry ``client-id``, or nothing where
-        the server knows the site by its authenticated name.
+        the server knows the site by its authenticated name; of a site with `secure` the name of its identity.
     kind
         The kind of this site where the declaration has several builders, or a function from the node config to it; by
         default as the declaration tells kinds.
@@ -117,9 +118,14 @@ def client_app(
     if secure is None and (policy is None or (isinstance(policy, Policy) and policy.sums == "required")):
         _node.require_masks(None, Policy() if policy is None else policy)
     draws, chains = whole("draws", draws), whole("chains", chains)
-    id_of = client_id or (lambda config: str(config.get("client-id", "")))
+    given_id = client_id or (lambda config: str(config.get("client-id", "")))
     token = secrets.token_hex(8)
     given: tuple[Any, ...] = (folder, policy, kind, secure)
+
+    def id_of(config: Mapping[str, Any]) -> str:
+        # Where the operator gives the node its id later, its account is the same: limits are not granted anew.
+        name = given_id(config)
+        return name if name or secure is None else _named(secure(config) if callable(secure) else secure)
 
     def node(config: Mapping[str, Any]) -> Node:
         here, chosen, kind_here, files = (each(config) if callable(each) else each for each in given)
@@ -144,6 +150,14 @@ def client_app(
     register(app, reply)
     declared[app] = node
     return app
+
+
+def _named(files: Any) -> str:
+    """The name of the site's identity, or "" where there is none: then it refuses, and its log says why."""
+    try:
+        return site.read(Path(files or "no folder")).name
+    except DeclarationError:
+        return ""
 
 
 def _require_no_account(algorithm: AnyAlgorithm, policy: Any, secure: Any) -> None:

@@ -60,14 +60,23 @@ def greet(files: Path, folder: Path, texts: Mapping[str, str], words: secure.Wor
 
 
 def place(
-    files: Path, folder: Path, run: str, greetings: Sequence[secure.Greeting], words: secure.Words | None = None
+    files: Path,
+    folder: Path,
+    run: str,
+    greetings: Sequence[secure.Greeting],
+    words: secure.Words | None = None,
+    agreed: str = "",
 ) -> Place:
-    """The site's place in a cohort all of whose members are on its roster, or DeclarationError with what is wrong."""
+    """The site's place in a cohort all of whose members are on its roster, or DeclarationError with what is wrong.
+
+    The server sends each site what all have `agreed` on, a digest of which is in the masks: one site that had other
+    scales than the others, or than in another run, would be told by the difference of two sums.
+    """
     here = site.read(files)
     roster = tuple(sorted(here.roster.items()))
     try:
         secret = here.identity.private_bytes_raw()
-        member = _member(secret, here.name, run, _where(folder, words), tuple(greetings), roster)
+        member = _member(secret, here.name, run, _where(folder, words), tuple(greetings), roster, agreed)
     except ValueError as error:  # among them keys that are no points of their curve
         if isinstance(error, DeclarationError):
             raise
@@ -84,10 +93,11 @@ def _member(
     where: str,
     greetings: tuple[secure.Greeting, ...],
     roster: tuple[tuple[str, bytes], ...],
+    agreed: str,
 ) -> secure.Member:
     """A place among these greetings, once in a process: signatures and keys of a hundred members take 17 ms of CPU."""
     key = secure.derived_key(secure.Identity.from_private_bytes(secret), name, run, where)
-    return secure.joined(key, greetings, dict(roster))
+    return secure.joined(key, greetings, dict(roster), agreed)
 
 
 def signed_part(files: Path, at: Place, about: bytes, numbers: Array, number: int = 1) -> dict[str, str]:
@@ -114,9 +124,13 @@ def _decoded(words: secure.Words) -> Array:
 
 
 def sealed_part(files: Path, at: Place, request: Request, numbers: Array) -> Parcel:
-    """A site's part of what the members sum before they answer a request, which nobody but them can read."""
-    here, about = site.read(files), _gate(request)
-    words = secure.sealed(at.member, secure.encoded({"": numbers}, len(at.names)), request.round, about)
+    """A site's part of what the members sum before they answer a request, which nobody but them can read.
+
+    NaN stands for numbers that the site does not have: a member reads noise there, and not the sum of the others.
+    """
+    here, about, lost = site.read(files), _gate(request), np.isnan(numbers)
+    plain = secure.encoded({"": np.where(lost, 0.0, numbers)}, len(at.names))
+    words = secure.sealed(at.member, _noised(at, plain, lost, request.round, about), request.round, about)
     part = secure.published(here.identity, here.name, _about(at, about), words)
     return {WORDS: words.view(np.int64)}, {"signature": _packed(part)["signature"]}
 
@@ -164,16 +178,23 @@ def hidden(at: Place, request: Request, reply: Reply | Failure) -> Reply | Failu
     """A reply under masks; of a failure nothing but that there is one.
 
     Where a site has no value at a point, which it counts in an array of that name and ``_lost``, its word is noise: of
-    a sum over the others there, and over all at a point near by, the difference would be its value.
+    a sum over the others there, and over all at a point near by, the difference would be its value. So are all words of
+    a reply of which a number does not fit, which makes the round void.
     """
     if isinstance(reply, Failure):
         return Failure(reply.client_id, reply.nonce, REFUSED)
     asked = _asked(request)
-    words = secure.encoded(reply.message, len(at.names))
-    _, words = secure.masked(at.member, words, request.round, asked)
-    lost = np.flatnonzero(np.tile(_lost(reply.message), 2))
-    words[lost] += secure.noise(at.member, len(words), request.round, asked)[lost]
+    plain = secure.encoded(reply.message, len(at.names))
+    lost = _lost(reply.message) | bool(np.any(plain[-2:]))
+    _, words = secure.masked(at.member, _noised(at, plain, lost, request.round, asked), request.round, asked)
     return reply._replace(message={WORDS: words.view(np.int64)}, info={}, reason="")
+
+
+def _noised(at: Place, words: secure.Words, lost: NDArray[np.bool_], number: int, about: bytes) -> secure.Words:
+    """Words with noise in those of numbers that are `lost`."""
+    where, noised = np.flatnonzero(np.tile(lost, 2)), words.copy()
+    noised[where] += secure.noise(at.member, len(words), number, about)[where]
+    return noised
 
 
 def _lost(message: Message) -> NDArray[np.bool_]:

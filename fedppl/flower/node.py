@@ -210,7 +210,7 @@ def join(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[s
         with _account_of(node, config) as guard:
             assert guard is not None  # `client_app` wants a folder beside secure=
             run = checked_name(one_text(texts, "run"), "'run'")
-            at = _masks.place(*_files(node), run, _masks.unpack_cohort(texts))
+            at = _place(node, config, memory, run, texts)
             answer = _joined(node, config, memory, guard, run, at, texts) or answer
     except Exception as error:
         _say_refused("client %s joins no cohort", name)
@@ -323,7 +323,7 @@ def answer_request(node: Node, config: Mapping[str, Any], memory: Memory, parcel
 
 
 def _understood(
-    node: Node, memory: Memory, parcel: Parcel, guard: _guard.Guard | None
+    node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel, guard: _guard.Guard | None
 ) -> tuple[Request, _masks.Place | None] | None:
     """A request and the site's place in its cohort; None where they are refused and the log says why."""
     try:
@@ -335,15 +335,17 @@ def _understood(
     if node.secure is None:
         return request, None
     try:
-        return request, _placed(*_files(node), memory, request, parcel[1])._replace(gate=gate)
+        return request, _placed(node, config, memory, request, parcel[1])._replace(gate=gate)
     except DeclarationError as error:
         _refuse(guard, _guard.named("request", request), f"sums: {error}")
         return None
 
 
-def _placed(files: Path, folder: Path, memory: Memory, request: Request, texts: Mapping[str, str]) -> _masks.Place:
+def _placed(
+    node: Node, config: Mapping[str, Any], memory: Memory, request: Request, texts: Mapping[str, str]
+) -> _masks.Place:
     """The site's place in the cohort of a run that it has joined, with the cohort's counts; or DeclarationError."""
-    at, kept = _member(files, folder, memory, request.run)
+    (files, _), (at, kept) = _files(node), _member(node, config, memory, request.run)
     _masks.asked_of(files, at, request)
     if at.counts.size:
         return at
@@ -352,22 +354,27 @@ def _placed(files: Path, folder: Path, memory: Memory, request: Request, texts: 
     return at
 
 
-def _member(files: Path, folder: Path, memory: Memory, run: str) -> tuple[_masks.Place, dict[str, Any]]:
+def _member(node: Node, config: Mapping[str, Any], memory: Memory, run: str) -> tuple[_masks.Place, dict[str, Any]]:
     """The site's place in the cohort of a run as far as it is known, and what is stored; or DeclarationError."""
     file = f"{run}.cohort"
     raw = memory.recall(file)
     if raw is None:
         raise DeclarationError("a request of a run whose cohort this site has not joined: it answers under masks alone")
     kept = dict(unpack(raw, repr(file), file))
-    at = _masks.place(files, folder, run, _masks.unpack_cohort(kept))
-    return at._replace(counts=kept["counts"]), kept
+    return _place(node, config, memory, run, kept)._replace(counts=kept["counts"]), kept
+
+
+def _place(node: Node, config: Mapping[str, Any], memory: Memory, run: str, texts: Mapping[str, str]) -> _masks.Place:
+    """The site's place in a cohort, under masks of the agreement on a formula that the server sent, if it sent one."""
+    _, agreed = _agreements.declared(node.model, memory, node.client_id(config))
+    return _masks.place(*_files(node), run, _masks.unpack_cohort(texts), agreed=agreed)
 
 
 def _answered(
     node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel, guard: _guard.Guard | None
 ) -> Parcel | None:
     """The answer to a request, or None where it is refused and the log says why."""
-    if (understood := _understood(node, memory, parcel, guard)) is None:
+    if (understood := _understood(node, config, memory, parcel, guard)) is None:
         return None
     request, place = understood
     if why := refuse_sharing(node.algorithm, None if place is None else len(place.names)):
@@ -388,11 +395,15 @@ def _answered(
         # The digest differs where the site admitted this request and died before it answered.
         if guard is not None and _guard.replayed(guard, request):
             is_masked = set(kept.arrays) == {_masks.WORDS}
-            if kept.digest == _guard.digest(request) and (place is None or is_masked):
+            if (kept.run, kept.digest) == (request.run, _guard.digest(request)) and (place is None or is_masked):
                 _guard.note(guard, None, **about, repeated=True)
                 return kept.arrays, {**kept.texts, "nonce": str(request.nonce)}
-            if place is not None:  # a round of a cohort has all answers or none: this one is computed after all
-                _guard.reopen(guard, request)
+            if place is not None and kept.run in ("", request.run):
+                _guard.reopen(guard, request)  # a round of a cohort has all answers or none: it is computed after all
+            elif place is not None:  # with other noise, under the same masks, the difference would be this site's
+                why = f"the answer of run {kept.run!r} has taken the place of this one; the server has to ask anew"
+                _refuse(guard, about, f"round: {request.round}, and {why}")
+                return None
         if changed:
             _refuse(guard, about, changed)
             return None
@@ -414,7 +425,8 @@ def _answered(
         memory.keep(file, raw)
     # State and answer are one file, replaced in one step: no answer leaves that the state does not know of.
     if guard is not None:
-        memory.keep(name, pack((after, _guard.digest(request), dict(answered[0]), dict(answered[1])), name))
+        answer_of = _guard.digest(request), dict(answered[0]), dict(answered[1]), request.run
+        memory.keep(name, pack((after, *answer_of), name))
     elif after is not None:
         memory.keep(name, pack((after,), name))
     return answered
@@ -444,7 +456,7 @@ def gate(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) 
 
 def _gated(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel, guard: _guard.Guard) -> Parcel | None:
     """The site's part, always the same in a round; None where it is refused, by the log."""
-    if (understood := _understood(node, memory, parcel, guard)) is None:
+    if (understood := _understood(node, config, memory, parcel, guard)) is None:
         return None
     request, place = understood
     if place is None:
@@ -464,10 +476,11 @@ def _gated(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel
     here = enrolled(node, config, memory, request.client_id)
     same_data(memory, here.client, request.run)  # those of the counts
     guard = _of_cohort(node, guard, here, place, request)._replace(sums=None)
-    at = _guard.admit_gate(guard, node.algorithm, here.client, request)
+    at = _guard.admit_gate(guard, node.algorithm, here.client, request, kept["round"])
     if at is None or guard.cohort is None:
         return None
-    numbers = in_sums.numbers(here.client, at, guard.cohort) * float(node.policy.epsilon is None)
+    numbers = in_sums.numbers(here.client, at, guard.cohort)
+    numbers = numbers if node.policy.epsilon is None else np.zeros_like(numbers)
     part = _masks.sealed_part(_files(node)[0], place, request, numbers)
     answer = {"round": request.round, "digest": digest, "arrays": part[0], "texts": part[1]}
     memory.keep(file, pack(answer, file))
@@ -521,7 +534,7 @@ def _concluded_under_masks(
     """The site's words, of which some may be noise; they are kept, and are the same whenever it is asked the same."""
     about = {"event": "conclusion", "run": over.run, "client": over.client_id}
     try:
-        at, _ = _member(*_files(node), memory, over.run)
+        at, _ = _member(node, config, memory, over.run)
         if over.client_id != at.member.name:
             raise DeclarationError(f"client {over.client_id!r} was told of its end, and this is {at.member.name!r}")
     except DeclarationError as error:
@@ -590,6 +603,7 @@ class Kept(NamedTuple):
     digest: str = ""  # of the request
     arrays: Message = {}
     texts: dict[str, str] = {}
+    run: str = ""  # of the request; a state that outlives a run has the last answer of all runs
 
 
 def name_of_kept(algorithm: AnyAlgorithm, own_id: str, run: str, client_id: str) -> str:

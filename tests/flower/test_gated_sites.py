@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,40 @@ def test_a_round_has_one_gate(server: Server) -> None:
     assert server.gate("site 0") == "round"
     far = {**server.message, "points": server.message["points"] + 1e3}
     assert server.gate("site 0", 3, message=far) == "distance"
+
+
+def test_gates_whose_requests_nobody_is_asked_count_as_requests(server: Server) -> None:
+    """A member beside the server reads their sums: they are bounded as the requests are."""
+
+    def requests() -> int:
+        account = json.loads((server.folder / "at site 0" / "ledger.json").read_bytes())
+        return int(account["clients"]["site 0"]["requests"])
+
+    before = requests()
+    parts = server.gates()
+    assert requests() == before and isinstance(server.ask("site 0", parts), np.ndarray)
+    for number in (2, 3, 4):
+        assert isinstance(server.gate("site 0", number), secure.Part)
+        assert requests() == before + number - 1  # the request, and all gates but the last
+
+
+def test_numbers_that_a_member_does_not_have_are_noise_to_the_others(tmp_path: Path) -> None:
+    """Otherwise the sum of the others, and of all at a place near by, would tell them what that member has there."""
+    identities(tmp_path, NAMES)
+    files = {name: tmp_path / name for name in NAMES}
+    greetings = [
+        masks._unpacked_greeting(list(masks.greet(files[k], tmp_path, {"run": "run"}).values())) for k in NAMES
+    ]
+    request = Request(NAMES[0], 7, 1, (1, client_seed(NAMES[0])), {"points": np.zeros((1, 1))}, "run")
+    at = {name: masks.place(files[name], tmp_path, "run", greetings) for name in NAMES}
+    parts = []
+    for place, name in enumerate(NAMES):
+        numbers = np.array([1.0, np.nan, np.nan, 3.0]) if place == 0 else np.arange(4.0)
+        arrays, texts = masks.sealed_part(files[name], at[name], request, numbers)
+        parts.append(masks.unpack_sealed(arrays, texts, name))
+    for name in NAMES:
+        total = masks.sum_of_sealed(files[name], at[name]._replace(gate=parts), request)
+        assert total[0] == 1 and total[3] == 15 and np.all(np.abs(total[1:3]) > 2**10)
 
 
 def test_nobody_answers_a_gate_that_nobody_needs(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ import fedppl
 from fedppl import DataError, DeclarationError, Policy, audit, gaussian, site
 from fedppl.engine import account, secure
 from fedppl.engine.guard import REFUSED
-from fedppl.flower import masks
-from fedppl.flower.messages import AGREE, ASK, from_content, to_content
+from fedppl.flower import masks, wire
+from fedppl.flower.messages import AGREE, ASK, GREET, HELLO, JOIN, from_content, to_content
 from fedppl.flower.site_agreement import named
 from fedppl.formulas.exchange import flat, in_sum, of_sum, sizes
 from tests.support.fake_grid import FakeGrid, node
@@ -306,6 +306,35 @@ def test_changed_rows_are_another_question_under_other_masks(tmp_path: Path) -> 
     assert secure.added(second)[0] == 160
     one_less = grid_of(tmp_path, {**DATA, "north": {name: values[:-1] for name, values in DATA["north"].items()}})
     assert refusal(tmp_path, one_less, greetings(one_less)).startswith("changed_rows: 1 ")
+
+
+def test_who_is_sent_another_agreement_than_the_others_has_other_masks(tmp_path: Path) -> None:
+    """Otherwise two sums, about the same points, differ by what one site answers under two agreements."""
+    grid = grid_of(tmp_path)
+    agreement = agree(grid).model.agreement
+    age = agreement.columns["age"]
+    other = agreement._replace(columns={**agreement.columns, "age": age._replace(sd=1.5 * age.sd)})
+    for number, sent in enumerate((agreement, other, agreement)):
+        asked = {"agreement": wire.pack_agreement(agreement)}
+        for place in range(3):
+            texts = {"agreement": wire.pack_agreement(sent)} if place == 0 else asked
+            assert "error" not in of_kind(grid, place, HELLO, texts)
+        run = f"run {number}"
+        keys = [of_kind(grid, place, GREET, masks.ask(name, run)) for place, name in enumerate(NAMES)]
+        cohort = [masks.unpack_greeting(key, name) for key, name in zip(keys, NAMES, strict=True)]
+        texts = {"run": run, **masks.pack_cohort(cohort)}
+        parts = [masks.unpack_part(of_kind(grid, place, JOIN, texts), name) for place, name in enumerate(NAMES)]
+        words = secure.added([np.frombuffer(part.words, "<u8").astype(np.uint64) for part in parts])
+        total, cut, missing = secure.decoded(words, {"": ((len(words) - 2) // 2,)})
+        assert bool(cut == missing == 0 and total[""][0] == 180) is (sent is agreement)
+
+
+def of_kind(grid: FakeGrid, place: int, kind: str, texts: dict[str, str]) -> dict[str, str]:
+    """Texts of a site's answer."""
+    question = FlowerMessage(content=to_content({}, texts), dst_node_id=1, message_type=kind, ttl=60.0)
+    question.metadata.__dict__["_message_id"] = "1"
+    one = grid.nodes[10 + place]
+    return dict(from_content(one.app(question, one.context).content)[1])
 
 
 # What a site refuses, and what the server does then -------------------------------------------------------------------

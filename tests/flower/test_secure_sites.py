@@ -28,7 +28,7 @@ from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED
 from fedppl.flower import conclusions, masks, wire
 from fedppl.flower.decode import Parcel
-from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GREET, JOIN, from_content, to_content
+from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GREET, HELLO, JOIN, from_content, to_content
 from fedppl.numerics.streams import client_seed
 from fedppl.storage import signed
 from fedppl.testing import normal_means
@@ -68,8 +68,8 @@ def app_of(base: Path, algorithm: Any = None, **keywords: Any) -> Any:
     return fedppl.Flower.client_app(
         model,
         algorithm or fedppl.Sums(),
-        lambda config: clients[config["client-id"]],
         **{
+            "load_data": lambda config: clients[config["client-id"]],
             "folder": lambda config: base / f"at {config['client-id']}",
             "policy": lambda config: OPEN,
             "secure": lambda config: base / str(config["client-id"]),
@@ -526,6 +526,56 @@ def test_who_is_asked_something_else_has_other_masks(server: Server) -> None:
         assert all(reason in failure for failure in total.failures.values())
 
 
+@pytest.mark.parametrize("part", [1e-9, 0.5])
+def test_a_server_that_asks_a_part_of_the_sites_has_the_sum_of_all(server: Server, part: float) -> None:
+    """A part is chosen by checksums of names: all others would add zeros, and the sum would be one site's."""
+    counts = server.joined()
+    sums = []
+    for number, some in enumerate((1.0, part), start=1):
+        message = {**server.message, "some": np.array(some)}
+        words = {name: np.asarray(server.ask(name, counts, round=number, message=message)) for name in NAMES}
+        sums.append(secure.summed(words, server.shapes).total)
+    assert sums[1]["answered"] == 3
+    assert_allclose(sums[1]["values"], sums[0]["values"], rtol=1e-12)
+
+
+def test_a_number_that_does_not_fit_hides_the_sum_of_the_others(tmp_path: Path) -> None:
+    """It is 0 beside a count, and the server reads the words whether or not they count."""
+    sums = fedppl.Sums()
+
+    def failing(client: Any, *arguments: Any) -> Any:
+        update = sums.update_client(client, *arguments)
+        if client.client_id != NAMES[0]:
+            return update
+        return update._replace(reply={**update.reply, "values": np.full_like(update.reply["values"], np.nan)})
+
+    identities(tmp_path)
+    server = Server(tmp_path, algorithm=sums._replace(update_client=failing))
+    counts = server.joined()
+    words = [np.asarray(server.ask(name, counts)) for name in NAMES]
+    total, cut, missing = secure.decoded(secure.added(words), server.shapes)
+    assert cut == 0 and missing == total["values"].size > 0
+    assert all(np.all(np.abs(numbers) > 2**10) for numbers in total.values())  # of noise one in 2^33 is less
+
+
+def test_an_answer_whose_place_another_run_has_taken_is_not_computed_again(tmp_path: Path) -> None:
+    """With noise of its own, under the same masks: the difference would be that of two answers of one site."""
+    identities(tmp_path)
+    algorithm = of_shared_noise(noise_multiplier=1.0)
+    server = Server(tmp_path, algorithm=algorithm)
+    model, clients = declared()
+    state = algorithm.init(model.enrol(clients)[NAMES[0]].layout, NAMES, np.random.default_rng(1))
+    message = algorithm.broadcast(state, NAMES[0])
+    counts = {run: server.joined(run) for run in ("first", "second")}
+    asked = functools.partial(server.ask, NAMES[0], message=message, seed=(1, client_seed(NAMES[0])))
+    words = asked(counts["first"], run="first")
+    assert_array_equal(asked(counts["first"], run="first"), words)
+    other = asked(counts["second"], run="second")
+    assert isinstance(other, np.ndarray) and np.mean(other == words) < 0.1
+    assert asked(counts["first"], run="first") == "round"
+    assert_array_equal(asked(counts["second"], run="second"), other)
+
+
 def test_a_site_that_was_killed_before_it_answered_gives_the_same_words(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -542,7 +592,7 @@ def test_a_site_that_was_killed_before_it_answered_gives_the_same_words(
     with pytest.raises(SystemExit):
         server.ask("client 0", counts)
     monkeypatch.setattr(signed, "replace", replace)
-    (_, _, arrays, _), *_ = made
+    (_, _, arrays, *_), *_ = made
     words = server.ask("client 0", counts)
     assert isinstance(words, np.ndarray)
     assert_array_equal(words, np.asarray(arrays[masks.WORDS]).view(np.uint64))
@@ -562,6 +612,30 @@ def test_a_function_that_gives_no_folder_does_not_have_a_site_answer_in_the_clea
         arrays, asked = wire.pack_request(request)
         told = server.send(ASK, "client 0", (arrays, {**asked, **texts}))
         assert not told[0] and told[1]["failure"] == REFUSED
+
+
+def test_an_id_that_a_node_is_given_later_is_of_the_same_account(tmp_path: Path) -> None:
+    """By the identity's name: otherwise all limits were granted anew, and a round was answered twice."""
+    identities(tmp_path)
+    _, clients = declared()
+    files = {"folder": lambda config: tmp_path / "at client 0", "secure": lambda config: tmp_path / "client 0"}
+    app = app_of(tmp_path, load_data=lambda config: clients["client 0"], **files)
+    for config in ({}, {"client-id": "client 0"}):
+        one = node(app, 10, **config)
+        question = FlowerMessage(content=to_content({}, {}), dst_node_id=1, message_type=HELLO, ttl=60.0)
+        question.metadata.__dict__["_message_id"] = "1"
+        assert from_content(one.app(question, one.context).content)[1]["client_id"] == "client 0"
+    assert list(json.loads((tmp_path / "at client 0" / "ledger.json").read_bytes())["clients"]) == ["client 0"]
+
+
+def test_a_run_does_not_take_the_name_of_an_agreement_or_of_a_declaration(server: Server) -> None:
+    for name in ("declaration 0123", "agreement 0123"):
+        counts = server.joined(name)
+        assert server.ask("client 0", counts, run=name) == "run"
+        texts = {"client_id": "client 0", "run": name, "seed": "1", "status": "converged"}
+        server.send(CONCLUDE, "client 0", (server.message, texts))
+        ledger = json.loads((server.folder / "at client 0" / "ledger.json").read_bytes())["clients"]["client 0"]
+        assert name not in ledger["runs"]
 
 
 def test_a_site_tells_nothing_of_its_columns(server: Server) -> None:
@@ -608,6 +682,7 @@ def test_identities_are_made_once_and_rosters_grow_by_lines(tmp_path: Path, caps
     assert (folder / "identity").read_bytes() == before
     assert site.main(["identity", str(tmp_path / "b"), "--name", "the south"]) == 0
     other = capsys.readouterr().out.strip()
+    assert site.main(["identity", str(folder / "identity" / "c")]) == 1 and "may write" in capsys.readouterr().err
     (folder / "roster").write_text("# by telephone, 3 May\n\n" + other, encoding="utf-8")  # without an end of line
     third = site.make(tmp_path / "west", "ü")
     assert site.main(["roster", str(folder), third]) == 0
