@@ -14,6 +14,7 @@ from flwr.clientapp import ClientApp
 
 from fedppl.contracts import Algorithm, AnyAlgorithm
 from fedppl.engine.policy import NO_RULES, Policy, read
+from fedppl.flower import conclusions as _conclusions
 from fedppl.flower import node as _node
 from fedppl.flower.decode import Parcel
 from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GATE, GREET, HELLO, JOIN, read_message, register, to_content
@@ -195,6 +196,6 @@ def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory, par
     if kind == ASK:
         return _node.answer_request(here, config, memory, parcel)
     if kind == CONCLUDE:
-        return _node.conclude(here, config, memory, parcel)
+        return _conclusions.conclude(here, config, memory, parcel)
     kinds = HELLO, AGREE, GREET, JOIN, GATE, ASK, CONCLUDE
     raise ValueError(f"{kind!r} is no type of message; a site answers {', '.join(kinds)}")

@@ -219,7 +219,7 @@ def local_prior(who: str, parts: _graph.Parts, local: Sequence[Variable]) -> Loc
     return LocalPrior(np.concatenate(means), np.concatenate(precisions), density)
 
 
-# A network's last layer, V z(x; θ) + c, is linear in v = (V, c): its features z are computed once ----------------------
+# A network's last layer, V z(x; θ) + c, is linear in v = (V, c): its features z are computed once --------------------
 
 _LOOKED_AT = 3
 

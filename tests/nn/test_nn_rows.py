@@ -18,6 +18,7 @@ import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.models import fedsi  # noqa: E402
 from fedppl.nn import functional, train, view  # noqa: E402
+from fedppl.nn import unit as _unit  # noqa: E402
 from fedppl.nn.personal import loss_at  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from tests.support import problems  # noqa: E402
