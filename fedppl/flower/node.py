@@ -241,7 +241,7 @@ def _joined(
     fails = in_sums.fails_alone(node.policy, here.client, node.algorithm.disclosure.by_row)
     counts = _guard.numbers(here.client.view(_guard.tally)) * float(node.policy.epsilon is None)
     counts = np.append(counts, float(fails))  # how many fail the rule alone, and not which
-    part = _masks.signed_part(files_of(node)[0], at, _masks.COUNTS, counts)
+    part = _masks.counts_part(files_of(node)[0], at, counts)
     for name, sealed in {**seal, **versions}.items():
         memory.keep(name, sealed)
     _signed.keep(memory, file, {"cohort": texts["cohort"], "part": part, "counts": np.zeros(0)})

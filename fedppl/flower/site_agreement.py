@@ -201,7 +201,9 @@ def add(model: FederatedModel, data: Callable[[], Any], texts: Mapping[str, str]
     except (DeclarationError, Malformed) as error:
         note(here.guard, f"sums: {error}"[:200], **about)
         return refused
-    return (masks.added(at, words), {}) if _admitted(model, loaded, columns, at, here) else refused
+    if not _admitted(model, loaded, columns, at, here):
+        return refused
+    return {masks.WORDS: secure.masked(at.member, words, 1, masks.COLUMNS)[1].view(np.int64)}, {}
 
 
 def _in_sum(model: FederatedModel, loaded: Any, texts: Mapping[str, str], rules: policy.Policy) -> dict[str, Told]:

@@ -16,8 +16,7 @@ from fedppl.contracts import LogEvidence, Point
 from fedppl.model.client import ClientModel
 from fedppl.model.stack import ClientsOf, samples
 from fedppl.results import idata
-from fedppl.results.at_client import has_rows, observed_values
-from fedppl.results.diagnostics import listed
+from fedppl.results.at_client import observed_values, with_rows
 from fedppl.results.fit import Fit
 from fedppl.results.records import COHORT, require_arrived, told_sums
 from fedppl.settings import a_fit, shown, some_of, whole
@@ -129,7 +128,8 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     """
     a_fit(fit)
     if _is_elsewhere(fit):
-        sums = _of_sites(fit)
+        told = told_sums(fit, "loo", "fedppl.loo")
+        sums = {client_id: RowSums(*map(float, numbers)) for client_id, numbers in told.items()}
     else:
         sums = {name: sums_of(rows) for name, rows in _by_row(fit, draws, chains, random_seed).items()}
     return _added(fit, sums)
@@ -269,10 +269,6 @@ def _warn(what: str, fit: Fit, bad: int, rows: int) -> None:
         logger.warning("%s: the shared variables %s; see fedppl.search.holdout", what, why)
 
 
-def _of_sites(fit: Fit) -> dict[str, RowSums]:
-    return {k: RowSums(*map(float, told)) for k, told in told_sums(fit, "loo", "fedppl.loo").items()}
-
-
 def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[str, Rows]:
     require_arrived(fit, "fedppl.loo")
     if whole("draws", draws) * whole("chains", chains) < _FEWEST_DRAWS:
@@ -281,7 +277,7 @@ def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[
     if any(client.pymc_model().potentials for client in kinds.values()):
         raise DeclarationError("a pm.Potential has no rows to leave out; declare outcomes as observed (pm.CustomDist).")
     left_out = {}
-    for client_id in _with_rows(fit):
+    for client_id in with_rows(fit, "fedppl.loo"):
         drawn = fit.client(client_id, groups="log_likelihood", draws=draws, chains=chains, random_seed=random_seed)
         if drawn["posterior"].attrs.get("fedppl_point_estimate"):
             raise DeclarationError(
@@ -289,16 +285,6 @@ def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[
             )
         left_out[client_id] = rows_of(drawn)
     return left_out
-
-
-def _with_rows(fit: Fit) -> list[str]:
-    """Clients that brought rows; the others are named in the log."""
-    brought = {client_id: has_rows(fit.clients[client_id]) for client_id in fit.client_ids}
-    if not any(brought.values()):
-        raise DeclarationError("all clients brought summaries of their rows, and no row can be left out.")
-    if others := [repr(client_id) for client_id, rows in brought.items() if not rows]:
-        logger.warning("not in fedppl.loo, since they brought summaries: %s", listed(others))
-    return [client_id for client_id, rows in brought.items() if rows]
 
 
 # Rows of one client left out one at a time, and their sums, which a site may send -------------------------------------

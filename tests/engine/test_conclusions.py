@@ -125,7 +125,7 @@ def test_nothing_is_told_of_a_run_that_was_not_answered_or_of_a_q_that_is_far(tm
     model, clients = normal_means(2)
     fit(FakeGrid(nodes_of(tmp_path, model, clients)), model)
     folder = tmp_path / "client 0"
-    site = _node.Node("t", model, EP, lambda c: clients["client 0"], lambda c: "client 0", folder, 100, 4, TELLS)
+    site = _node.Node("one", model, EP, lambda c: clients["client 0"], lambda c: "client 0", folder, 100, 4, TELLS)
     run = json.loads((folder / "audit.jsonl").read_text().splitlines()[1])["run"]
     prior = model.enrol(clients, kernel=False)["client 0"].layout.prior
 

@@ -371,7 +371,17 @@ def site_of(base: Path, name: str, rules: Policy = BOTH) -> tuple[_node.Node, An
     model, clients = of_coins()
     folder = base / f"at {name}"
     here = _node.Node(
-        "t", model, fedppl.Sums(), lambda _: clients[name], lambda _: name, folder, 100, 2, rules, None, base / name
+        "of a cohort",
+        model,
+        fedppl.Sums(),
+        lambda _: clients[name],
+        lambda _: name,
+        folder,
+        100,
+        2,
+        rules,
+        None,
+        base / name,
     )
     return here, signed.file_memory(folder)
 
