@@ -266,7 +266,7 @@ class GridEngine:
         kind: str,
         parcels: Mapping[str, Parcel],
         deadline: float | None,
-        read: Callable[[str, RecordDict], T | str],
+        read: Callable[[str, RecordDict], T],
         cannot: str,
         heard: Heard = unheard,
     ) -> dict[str, T | str]:

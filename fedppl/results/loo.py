@@ -132,16 +132,16 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
         sums = {client_id: RowSums(*map(float, numbers)) for client_id, numbers in told.items()}
     else:
         sums = {name: sums_of(rows) for name, rows in _by_row(fit, draws, chains, random_seed).items()}
-    return _added(fit, sums)
+    return _added(fit, sums, "fedppl.loo")
 
 
-def _added(fit: Fit, sums: Mapping[str, RowSums]) -> Loo:
+def _added(fit: Fit, sums: Mapping[str, RowSums], what: str) -> Loo:
     """The sum over clients, with a table by client where there are sums of each."""
     counts = ["rows", "good", "bad", "very_bad"]
     table = pd.DataFrame(sums.values(), index=pd.Index(list(sums), name="client"))
     total = table.sum()
     table.insert(1, "se", _se(table["elpd"], table["squares"], table["rows"]))
-    _warn("fedppl.loo", fit, int(total["bad"] + total["very_bad"]), int(total["rows"]))
+    _warn(what, fit, int(total["bad"] + total["very_bad"]), int(total["rows"]))
     in_one = COHORT in sums
     return Loo(
         elpd=float(total["elpd"]),
@@ -211,52 +211,50 @@ def loo_compare(
     """
     _require_comparable(fits, in_order=True)
     if any(map(_is_elsewhere, fits.values())):
-        return _from_sums(fits)
-    models = [_by_row(fit, draws, chains, random_seed) for fit in fits.values()]
-    order = sorted(models[0])
-    elpd = np.stack([np.concatenate([rows[client].elpd for client in order]) for rows in models])  # (models, rows)
-    totals = elpd.sum(axis=1)
-    best = int(np.argmax(totals))
-    sums = [[sums_of(rows) for rows in model.values()] for model in models]
-    columns = {
-        "elpd": totals,
-        "se": [_se(row.sum(), (row**2).sum(), len(row)) for row in elpd],
-        "p_loo": [sum(of_client.p_loo for of_client in each) for each in sums],
-        "elpd_diff": totals[best] - totals,
-        "dse": [_se(row.sum(), (row**2).sum(), len(row)) for row in elpd[best] - elpd],
-        "weight": _stacked(elpd),
-        "bad": [int(sum(of_client.bad + of_client.very_bad for of_client in each)) for each in sums],
-        "status": [fit.status.value for fit in fits.values()],
-    }
-    table = _ranked(columns, fits, "elpd")
-    for name, bad in table["bad"].items():
-        _warn(f"fedppl.loo_compare: {name}", fits[name], int(bad), elpd.shape[1])
-    return table
+        return _compared(fits, _from_sums(fits), None)
+    models = {name: _by_row(fit, draws, chains, random_seed) for name, fit in fits.items()}
+    order = sorted(next(iter(models.values())))
+    elpd = np.stack([np.concatenate([rows[client].elpd for client in order]) for rows in models.values()])
+    sums = {name: {client: sums_of(rows) for client, rows in of_model.items()} for name, of_model in models.items()}
+    found = {name: _added(fit, sums[name], f"fedppl.loo_compare: {name}") for name, fit in fits.items()}
+    return _compared(fits, found, elpd)
 
 
-def _from_sums(fits: Mapping[str, Fit]) -> pd.DataFrame:
-    """Models ranked by sums that sites told. Rows are not paired: standard errors of differences are bounds."""
-    if here := [name for name, fit in fits.items() if not _is_elsewhere(fit)]:
-        remedy = "use fedppl.load(..., clients=) for the others, or compare fits over sites"
-        raise DeclarationError(f"rows of {some_of(here)} are here, and those of the other fits are not; {remedy}.")
-    found = {name: loo(fit) for name, fit in fits.items()}
-    if len({one.rows for one in found.values()}) > 1:
-        rows = {name: one.rows for name, one in found.items()}
-        raise DataError(f"fits are of {rows} rows; compare fits of the same outcomes.")
+def _compared(fits: Mapping[str, Fit], found: Mapping[str, Loo], elpd: Array | None) -> pd.DataFrame:
+    """Models ranked, by log densities of rows in one order (models, rows); without, `dse` is a bound."""
     totals, se = (np.array([getattr(one, field) for one in found.values()]) for field in ("elpd", "se"))
     best = int(np.argmax(totals))
+    if elpd is None:
+        dse, weight = np.where(np.arange(len(se)) == best, 0.0, se + se[best]), np.full(len(se), np.nan)
+        logger.warning(
+            "fedppl.loo_compare: of sums alone dse is a bound, se + se of the best, and there are no weights"
+        )
+    else:
+        dse = np.array([_se(row.sum(), (row**2).sum(), len(row)) for row in elpd[best] - elpd])
+        weight = _stacked(elpd)
     columns = {
         "elpd": totals,
         "se": se,
         "p_loo": [one.p_loo for one in found.values()],
         "elpd_diff": totals[best] - totals,
-        "dse": np.where(np.arange(len(se)) == best, 0.0, se + se[best]),
-        "weight": np.nan,
+        "dse": dse,
+        "weight": weight,
         "bad": [one.bad + one.very_bad for one in found.values()],
         "status": [one.status for one in found.values()],
     }
-    logger.warning("fedppl.loo_compare: of sums alone dse is a bound, se + se of the best, and there are no weights")
     return _ranked(columns, fits, "elpd")
+
+
+def _from_sums(fits: Mapping[str, Fit]) -> dict[str, Loo]:
+    """What sites told of each model, of as many rows."""
+    if here := [name for name, fit in fits.items() if not _is_elsewhere(fit)]:
+        remedy = "use fedppl.load(..., clients=) for the others, or compare fits over sites"
+        raise DeclarationError(f"rows of {some_of(here)} are here, and those of the other fits are not; {remedy}.")
+    found = {name: loo(fit) for name, fit in fits.items()}
+    rows = {name: one.rows for name, one in found.items()}
+    if len({*rows.values()}) > 1:
+        raise DataError(f"fits are of {rows} rows; compare fits of the same outcomes.")
+    return found
 
 
 def _warn(what: str, fit: Fit, bad: int, rows: int) -> None:
