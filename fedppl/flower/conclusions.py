@@ -171,16 +171,17 @@ def _conflict(node: Node, here: Enrolled, over: Over) -> Array:
 
 def read_told(arrays: Message) -> Message:
     """Check the summaries of a site, or sums of them over a cohort, or raise `Malformed`."""
-    for name, value in arrays.items():
-        require(name in _LENGTHS, f"{name!r}, expected one of {sorted(_LENGTHS)}")
-        require(value.shape == (_LENGTHS[name],), f"{name!r} has shape {value.shape}, expected {(_LENGTHS[name],)}")
-        require(bool(np.all(np.isfinite(value))), f"{name!r} is not finite")
     checks: Mapping[str, Callable[[Array], str | None]] = {
         "loo": loo.implausible,
         "calibration": reliability.implausible,
         "conflict": lambda pair: None if 0 < pair[0] <= 1 else f"has the p-value {pair[0]}",
     }
+    told: dict[str, Array] = {}
     for name, value in arrays.items():
-        reason = checks[name](np.asarray(value, dtype=float))
+        require(name in _LENGTHS, f"{name!r}, expected one of {sorted(_LENGTHS)}")
+        require(value.shape == (_LENGTHS[name],), f"{name!r} has shape {value.shape}, expected {(_LENGTHS[name],)}")
+        require(bool(np.all(np.isfinite(value))), f"{name!r} is not finite")
+        told[name] = np.asarray(value, dtype=float)
+        reason = checks[name](told[name])
         require(reason is None, f"{name!r}: {reason}")
-    return {name: np.asarray(value, dtype=float) for name, value in arrays.items()}
+    return told

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from fedppl.engine import secure as _secure
 from fedppl.flower import masks as _masks
 from fedppl.flower import site_agreement as _site
-from fedppl.flower.decode import checked_name, require, whole_number
+from fedppl.flower.decode import checked_name, whole_number
 from fedppl.flower.messages import AGREE, HELLO, Letter, Post, from_content, read_letter, texts_of
 from fedppl.flower.wire import Terms, other_model, other_terms, other_version, shapes_of_hello, unpack_told
 from fedppl.formulas.exchange import asked, of_sum, sizes
@@ -334,9 +334,7 @@ def _agreed_in_sums(
         return _masks.unpack_greeting(texts, texts["client_id"]), whole_number(texts, "fewest")
 
     def part(content: RecordDict, texts: Mapping[str, str]) -> _secure.Words:
-        words = from_content(content, shapes)[0][_masks.WORDS]
-        require(words.dtype == np.int64, f"words of type {words.dtype}, expected int64")
-        return np.asarray(words).view(np.uint64)
+        return _masks.words_in(from_content(content, shapes)[0][_masks.WORDS])
 
     told = _told_by_all(post, expected, wait, question, greeting)
     greetings, fewest = zip(*told.values(), strict=True)

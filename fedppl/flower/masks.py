@@ -135,7 +135,7 @@ def sum_of_sealed(files: Path, at: Place, request: Request) -> Array:
     return _sum_of(parts)
 
 
-def asked_of(files: Path, at: Place, request: Request) -> None:
+def require_asked(at: Place, request: Request) -> None:
     """Raise DeclarationError where a request is not the one to all members."""
     name = at.member.name
     if request.client_id != name or not request.report:
@@ -324,16 +324,21 @@ def sums_at_end(answers: Mapping[str, Message], lengths: Mapping[str, int]) -> d
     return sums
 
 
-def words_of(request: Request, reply: Reply | Failure | None, fingerprint: str) -> secure.Words | str:
-    """The words of a site's reply, or why there are none."""
-    if not isinstance(reply, Reply):
-        return "no reply" if reply is None else reply.reason
-    if (reply.client_id, reply.nonce) != (request.client_id, request.nonce):
-        return f"reply of client {reply.client_id!r} to another request"
-    if reply.fingerprint != fingerprint:
-        return f"layout fingerprint {brief(reply.fingerprint)} differs from {fingerprint}: another model runs there"
-    words = reply.message[WORDS]
-    return words.view(np.uint64) if words.dtype == np.int64 else f"words of type {words.dtype}, expected int64"
+def words_of(request: Request, reply: Reply | Failure, fingerprint: str) -> secure.Words | str:
+    """The words of a site's reply, or why it refuses; or `Malformed`."""
+    if isinstance(reply, Failure):
+        return reply.reason
+    is_ours = (reply.client_id, reply.nonce) == (request.client_id, request.nonce)
+    require(is_ours, f"reply of client {reply.client_id!r} to another request")
+    differs = f"layout fingerprint {brief(reply.fingerprint)} differs from {fingerprint}: another model runs there"
+    require(reply.fingerprint == fingerprint, differs)
+    return words_in(reply.message[WORDS])
+
+
+def words_in(array: Any) -> secure.Words:
+    """Words as they travel, or `Malformed`."""
+    require(array.dtype == np.int64, f"words of type {array.dtype}, expected int64")
+    return np.asarray(array).view(np.uint64)
 
 
 def _packed(signed: secure.Greeting | secure.Part) -> dict[str, str]:

@@ -206,9 +206,7 @@ def join(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[s
     try:
         with account_of(node, config) as guard:
             assert guard is not None  # `client_app` wants a folder beside secure=
-            run = checked_name(one_text(texts, "run"), "'run'")
-            at = _masks.place(*files_of(node), run, _masks.unpack_cohort(texts))
-            answer = _joined(node, config, memory, guard, run, at, texts) or answer
+            answer = _joined(node, config, memory, texts, guard) or answer
     except Exception as error:
         _say_refused("client %s joins no cohort", name)
         if node.folder is not None:
@@ -218,21 +216,16 @@ def join(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[s
 
 
 def _joined(
-    node: Node,
-    config: Mapping[str, Any],
-    memory: Memory,
-    guard: _guard.Guard,
-    run: str,
-    at: _masks.Place,
-    texts: Mapping[str, str],
+    node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str], guard: _guard.Guard
 ) -> dict[str, str] | None:
     """The site's part of the cohort's counts, always the same in a run; None where it is refused, by the log."""
-    file, own_id = f"{run}.cohort", at.member.name
+    run = checked_name(one_text(texts, "run"), "'run'")
+    at, file = _masks.place(*files_of(node), run, _masks.unpack_cohort(texts)), f"{run}.cohort"
     if not _guard.admit_cohort(guard, run, at.names, at.digest) or not _declaration_admitted(node, guard):
         return None
     if kept := _signed.recalled(memory, file):
         return dict(kept["part"])
-    here = enrolled(node, config, memory, own_id)
+    here = enrolled(node, config, memory, at.member.name)
     seal = same_data(memory, here.client, run)
     changed, versions = data_versions(memory, node.client_id(config), here.columns, node.policy)
     if changed:
@@ -340,7 +333,7 @@ def _understood(
 def _placed(files: Path, folder: Path, memory: Memory, request: Request, texts: Mapping[str, str]) -> _masks.Place:
     """The site's place in the cohort of a run that it has joined, with the cohort's counts; or DeclarationError."""
     at, kept = member_of(files, folder, memory, request.run)
-    _masks.asked_of(files, at, request)
+    _masks.require_asked(at, request)
     if at.counts.size:
         return at
     at, file = _masks.counted(files, at, texts), f"{request.run}.cohort"
