@@ -15,21 +15,10 @@ from flwr.clientapp import ClientApp
 from fedppl.contracts import Algorithm, AnyAlgorithm
 from fedppl.engine.policy import NO_RULES, Policy, read
 from fedppl.flower import conclusions as _conclusions
+from fedppl.flower import messages as _messages
 from fedppl.flower import node as _node
 from fedppl.flower.decode import Parcel
-from fedppl.flower.messages import (
-    AGREE,
-    ASK,
-    CONCLUDE,
-    GATE,
-    GREET,
-    HELLO,
-    JOIN,
-    KINDS,
-    read_message,
-    register,
-    to_content,
-)
+from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GATE, GREET, HELLO, JOIN, read_message, register, to_content
 from fedppl.flower.node import Node
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import shown, whole
@@ -209,4 +198,4 @@ def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory, par
         return _node.answer_request(here, config, memory, parcel)
     if kind == CONCLUDE:
         return _conclusions.conclude(here, config, memory, parcel)
-    raise ValueError(f"{kind!r} is no type of message; a site answers {', '.join(KINDS)}")
+    raise ValueError(f"{kind!r} is no type of message; a site answers {', '.join(_messages.KINDS)}")

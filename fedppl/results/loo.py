@@ -331,7 +331,7 @@ def sums_of(rows: Rows) -> RowSums:
 
 
 def implausible(sums: Array) -> str | None:
-    """Why sums of a site are impossible, or None.
+    """Why finite sums of a site are impossible, or None.
 
     >>> implausible(np.array([-3.0, 0.5, 2.0, 2.0, 0.0, 0.0, 5.0]))
     >>> implausible(np.array([-3.0, 0.5, 2.0, 1.0, 0.0, 0.0, 5.0]))
@@ -339,8 +339,6 @@ def implausible(sums: Array) -> str | None:
     """
     told = RowSums(*sums.tolist())
     counts = (told.good, told.bad, told.very_bad)
-    if not np.all(np.isfinite(sums)):
-        return "sums that are not finite"
     if min(counts) < 0 or told.rows < 1 or any(count % 1 for count in (told.rows, *counts)):
         return "numbers of rows that are none"
     if sum(counts) != told.rows:

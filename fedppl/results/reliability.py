@@ -166,7 +166,7 @@ def _counted(y: Array, p: Array, trials: Array, weights: Array) -> Array:
 
 
 def implausible(numbers: Array) -> str | None:
-    """Why sums of a site or a cohort are impossible, or None.
+    """Why finite sums of a site or a cohort are impossible, or None.
 
     >>> implausible(_counted(np.ones(2), np.array([0.31, 0.9]), np.ones(2), np.ones(2)))
     >>> implausible(_counted(np.full(2, 3.0), np.array([0.31, 0.9]), np.ones(2), np.ones(2)))
@@ -174,8 +174,6 @@ def implausible(numbers: Array) -> str | None:
     """
     told = _unpacked(np.asarray(numbers, dtype=float))
     slack = _ROUNDING * (1.0 + told.rows)
-    if not np.all(np.isfinite(numbers)):
-        return "sums that are not finite"
     if np.any(told.rows < 0) or told.rows.sum() <= 0:
         return "numbers of rows that are none"
     if np.any(told.observed < -slack) or np.any(told.observed > told.rows + slack):

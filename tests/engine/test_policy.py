@@ -241,9 +241,9 @@ def test_counts_of_censored_times_add_up() -> None:
 @pytest.mark.parametrize(
     ("rules", "sites", "sets", "told"),
     [
-        (Policy(), 3, 2, None),
+        (Policy(), 3, 1, None),
         (Policy(), 2, 1, "fewest_sites: 2"),
-        (Policy(), 3, 3, "cohorts: 3"),
+        (Policy(), 3, 2, "cohorts: 2"),
         (Policy(fewest_sites=5), 4, 1, "fewest_sites: 4"),
         (Policy(fewest_sites=5, cohorts=1), 5, 2, "cohorts: 2"),
         (Policy(cohorts=math.inf), 3, 10**6, None),
