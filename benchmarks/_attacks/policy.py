@@ -25,6 +25,7 @@ from fedppl import privacy
 from fedppl.algorithms.tolerances import LENGTHS
 from fedppl.contracts import Reply, Request
 from fedppl.engine.policy import Policy, refuse_release
+from fedppl.flower import conclusions as _ending
 from fedppl.flower import node as _node
 from fedppl.flower import wire as _wire
 from fedppl.gaussian import Gaussian, unpack_triangle
@@ -318,7 +319,7 @@ def _conclusions() -> dict[str, Any]:
             narrow = Gaussian(q.linear + i, q.precision * (1 + i))
             texts = {"client_id": "a", "run": "run", "seed": str(i), "status": "converged"}
             memory = _memory.file_memory(Path(folder))
-            arrays, told = _node.conclude(server.site, {}, memory, (pack_target(narrow, narrow, 0.0), texts))
+            arrays, told = _ending.conclude(server.site, {}, memory, (pack_target(narrow, narrow, 0.0), texts))
             numbers = {name: np.asarray(value).tolist() for name, value in arrays.items()}
             answers.add(json.dumps([numbers, told]))
         lines = [json.loads(line) for line in (Path(folder) / "audit.jsonl").read_text().splitlines()]

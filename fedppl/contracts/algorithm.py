@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fedppl.contracts.client import Batch, CheckFn, ClientFn, ClientView, Draws, Summed, UnreportedFn
 from fedppl.contracts.printed import facts
 from fedppl.gaussian import Gaussian
-from fedppl.numerics.reweighting import Reweighted
+from fedppl.numerics.proposals import Reweighted
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng, Status
 
 S = TypeVar("S")

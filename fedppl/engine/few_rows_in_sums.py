@@ -102,7 +102,9 @@ def numbers(client: Any, at: Sequence[Array], cohort: Holdings) -> Array:
     grams = [_finite(functools.partial(_grams, client, point, cohort), _width(m), most) for point in at]
 
     def at_mean() -> Array:
-        return np.concatenate([np.ravel(part) for part in _smaller(client.view(_at_mean).sums, cohort)])
+        sums, times = client.view(_at_mean).sums, _SMALLER / max(cohort.rows, 1)
+        parts = sums.entries * times, sums.rows, sums.sizes * times, sums.roots * np.sqrt(times)
+        return np.concatenate([np.ravel(part) for part in parts])
 
     return np.concatenate([*grams, _finite(at_mean, _width_at_mean(m), most)])
 
@@ -134,11 +136,6 @@ def _grams(client: Any, point: Array, cohort: Holdings) -> Array:
     kinds, _ = vectors_of(reading(client).client, point)
     below, units = np.tril_indices(client.layout.size), _units(client, cohort)
     return np.concatenate([(part.T @ part)[below] for part in (vectors * units for vectors in kinds)])
-
-
-def _smaller(sums: _Sizes, cohort: Holdings) -> _Sizes:
-    times = _SMALLER / max(cohort.rows, 1)
-    return _Sizes(sums.entries * times, sums.rows, sums.sizes * times, sums.roots * np.sqrt(times))
 
 
 def _at_mean(client: Any) -> _AtMean:

@@ -123,17 +123,13 @@ def joined(key: RunKey, greetings: Sequence[Greeting], roster: Mapping[str, byte
     # With both names: a member that passes another's key for its own would have the masks of a pair cancel each other.
     about = b"fedppl masks" + _framed(key.run.encode()) + _framed(agreed.encode()) + digest(greetings)
     keys = {
-        one.name: HKDF(hashes.SHA256(), 32, None, about + _pair(key.name, one.name)).derive(
-            key.private.exchange(x25519.X25519PublicKey.from_public_bytes(one.public))
-        )
+        one.name: HKDF(
+            hashes.SHA256(), 32, None, about + b"".join(_framed(name.encode()) for name in sorted((key.name, one.name)))
+        ).derive(key.private.exchange(x25519.X25519PublicKey.from_public_bytes(one.public)))
         for one in greetings
         if one.name != key.name
     }
     return Member(key.name, keys)
-
-
-def _pair(one: str, other: str) -> bytes:
-    return b"".join(_framed(name.encode()) for name in sorted((one, other)))
 
 
 def digest(greetings: Sequence[Greeting]) -> bytes:
@@ -163,11 +159,6 @@ def published(identity: ed25519.Ed25519PrivateKey, name: str, about: bytes, word
     """A member's masked words, signed for what they are about."""
     raw = words.astype("<u8").tobytes()
     return Part(name, raw, identity.sign(_of_part(name, about, raw)))
-
-
-def total(parts: Sequence[Part], names: Sequence[str], about: bytes, roster: Mapping[str, bytes]) -> Words:
-    """The sum of the words that all members have signed for what they are about, or DeclarationError."""
-    return added(list(verified(parts, names, about, roster).values()))
 
 
 def verified(

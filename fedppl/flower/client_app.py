@@ -15,6 +15,8 @@ from flwr.clientapp import ClientApp
 from fedppl import site
 from fedppl.contracts import Algorithm, AnyAlgorithm
 from fedppl.engine.policy import NO_RULES, Policy, read
+from fedppl.flower import conclusions as _conclusions
+from fedppl.flower import messages as _messages
 from fedppl.flower import node as _node
 from fedppl.flower.decode import Parcel
 from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GATE, GREET, HELLO, JOIN, read_message, register, to_content
@@ -209,6 +211,5 @@ def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory, par
     if kind == ASK:
         return _node.answer_request(here, config, memory, parcel)
     if kind == CONCLUDE:
-        return _node.conclude(here, config, memory, parcel)
-    kinds = HELLO, AGREE, GREET, JOIN, GATE, ASK, CONCLUDE
-    raise ValueError(f"{kind!r} is no type of message; a site answers {', '.join(kinds)}")
+        return _conclusions.conclude(here, config, memory, parcel)
+    raise ValueError(f"{kind!r} is no type of message; a site answers {', '.join(_messages.KINDS)}")

@@ -1,23 +1,31 @@
-"""What a site tells of its rows when a run is over, by its policy: for `loo`, `reliability` and `conflict`."""
+"""The end of a run at a site: its own posterior, and what its policy lets out, for `loo`, `reliability`, `conflict`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
-from fedppl.contracts import AnyAlgorithm, LogEvidence
+from fedppl.contracts import LogEvidence, Request
 from fedppl.contracts.algorithm import WithoutClient
-from fedppl.flower.decode import require
+from fedppl.engine import guard as _guard
+from fedppl.flower import masks as _masks
+from fedppl.flower import node as _node
+from fedppl.flower import wire as _wire
+from fedppl.flower.decode import Malformed, Parcel, require
+from fedppl.flower.node import Enrolled, Node
+from fedppl.flower.wire import Over
 from fedppl.model.client import ClientModel
-from fedppl.model.declaration import FederatedModel
 from fedppl.numerics.streams import stream
 from fedppl.results import idata, loo, reliability
-from fedppl.results.at_client import pymc_groups, require_rows
+from fedppl.results.at_client import client_posterior, pymc_groups, require_rows
 from fedppl.run.conflicts import FEWEST, knows_cavities, tested
-from fedppl.types import Array, Message
+from fedppl.storage import signed as _signed
+from fedppl.storage.signed import Memory
+from fedppl.types import Array, DeclarationError, Message
 
 logger = logging.getLogger(__name__)
 
@@ -26,21 +34,107 @@ _LENGTHS = {**SUMS, "conflict": 2}
 MOST_BYTES = 4096  # of all summaries of a site
 
 
-def tell(
-    names: Sequence[str],
-    algorithm: AnyAlgorithm,
-    declaration: FederatedModel,
-    client: ClientModel,
-    message: Message,
-    drawn: Any,
-    seed: int,
+def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
+    """Draw this client's own posterior and write it to the site's folder, once a run. It does not travel.
+
+    The answer holds only what the policy lets out by name. It does not show whether the data are those of the run or
+    whether drawing failed, since both depend on the data and the server may ask any number of times.
+    """
+    name = str(parcel[1].get("client_id", ""))[:200]
+    summaries: Message = {}
+    try:
+        with _node.account_of(node, config) as guard:
+            if guard is not None:
+                summaries = _conclude(node, config, memory, parcel, guard)
+    except Exception:
+        logger.exception("client %s drew no posterior", name, extra={"client": name, "status": "failed"})
+    return summaries, {"client_id": name}
+
+
+def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel, guard: _guard.Guard) -> Message:
+    try:
+        over = _wire.unpack_conclusion(*parcel)
+    except Malformed as error:
+        _node.refuse(guard, {"event": "conclusion"}, f"malformed: {error}"[:200])
+        return {}
+    if node.secure is not None:
+        return _concluded_under_masks(node, config, memory, over, guard)
+    if not _guard.concluded(guard, over.run):
+        logger.warning("client %s was told before that run %s is over", over.client_id, over.run)
+        return {}
+    return _drawn(node, config, memory, over, guard)
+
+
+def _concluded_under_masks(
+    node: Node, config: Mapping[str, Any], memory: Memory, over: Over, guard: _guard.Guard
 ) -> Message:
+    """The site's words, of which some may be noise; they are kept, and are the same whenever it is asked the same."""
+    about = {"event": "conclusion", "run": over.run, "client": over.client_id}
+    try:
+        at, _ = _node.member_of(node, config, memory, over.run)
+        if over.client_id != at.member.name:
+            raise DeclarationError(f"client {over.client_id!r} was told of its end, and this is {at.member.name!r}")
+    except DeclarationError as error:
+        _node.refuse(guard, about, f"sums: {error}")
+        return {}
+    asked, file = _masks.asked_at_end(over.run, over.seed, over.message, over.status), f"{over.run}.conclusion"
+    digest, words = _signed.recalled(memory, file) or ("", {})
+    if digest == asked.hex():
+        _guard.note(guard, None, **about, repeated=True)
+        return dict(words)
+    if not _guard.concluded(guard, over.run, asked.hex()):
+        return {}
+    told: Message = {}
+    try:  # whether the site can tell depends on its data: it answers by noise where it cannot
+        told = _drawn(node, config, memory, over, guard, at)
+    except Exception:
+        logger.exception("client %s drew no posterior", over.client_id, extra={"client": over.client_id})
+    words = _masks.concluded(at, asked, told, SUMS)
+    _signed.keep(memory, file, (asked.hex(), words))
+    return words
+
+
+def _drawn(
+    node: Node,
+    config: Mapping[str, Any],
+    memory: Memory,
+    over: Over,
+    guard: _guard.Guard,
+    at: _masks.Place | None = None,
+) -> Message:
+    """Draw and write the client's own posterior; return what its policy lets out, of a cohort or of itself alone."""
+    client_id, run, seed, status, message = over
+    here = _node.enrolled(node, config, memory, client_id)
+    for file, raw in _node.same_data(memory, here.client, run).items():
+        memory.keep(file, raw)
+    name = _node.name_of_kept(node.algorithm, node.client_id(config), run, client_id)
+    personal = _node.recalled(node.algorithm, memory, name, client_id).personal
+    request = Request(client_id, 0, 0, (seed,), message, run)
+    drawing = node.draws, node.chains, seed
+    result = idata.from_groups(client_posterior(node.algorithm, here.client, personal, message, drawing, status))
+    assert node.folder is not None
+    path = node.folder / f"{quote(client_id, safe='')}.nc"
+    partial = path.with_name(path.name + ".partial")
+    _signed.replace(partial, b"")  # sets the file's mode before it holds rows
+    idata.write(result, partial)
+    partial.chmod(0o600)  # a library may make the file anew
+    partial.replace(path)
+    logger.info("client %s: posterior written to %s", client_id, path)
+    if at is not None and at.counts.size:
+        guard = guard._replace(cohort=_guard.summed(here.client.view(_guard.tally), at.counts, len(at.names)))
+    names = _guard.tells(guard, node.algorithm, here.client, request)
+    if not names:
+        return {}
+    return _guard.let_out(guard, here.client, request, _told(names, node, here, over, result))
+
+
+def _told(names: Sequence[str], node: Node, here: Enrolled, over: Over, drawn: Any) -> Message:
     """Compute the summaries that the policy names; one that fails is left out, and the site's log says why."""
     results: dict[str, Array] = {}
     computed: dict[str, Callable[[], Array]] = {
-        "loo": lambda: _loo(client, drawn),
-        "calibration": lambda: _calibration(client, drawn),
-        "conflict": lambda: _conflict(algorithm, declaration, client, message, seed),
+        "loo": lambda: _loo(here.client, drawn),
+        "calibration": lambda: reliability.counts_of(here.client, idata.as_dataset(drawn["posterior"])),
+        "conflict": lambda: _conflict(node, here, over),
     }
     for name in names:
         try:
@@ -49,7 +143,7 @@ def tell(
                 raise ValueError("it is not finite")
             results[name] = value
         except Exception:  # any part of a user's model may fail; the other summaries are sent all the same
-            logger.warning("client %s has no %r to tell", client.client_id, name, exc_info=True)
+            logger.warning("client %s has no %r to tell", over.client_id, name, exc_info=True)
     return results
 
 
@@ -62,38 +156,32 @@ def _loo(client: ClientModel, drawn: Any) -> Array:
     return np.array(loo.sums_of(loo.rows_of(densities)))
 
 
-def _calibration(client: ClientModel, drawn: Any) -> Array:
-    """Rows, predicted probabilities and outcomes by tenths."""
-    return reliability.counts_of(client, idata.as_dataset(drawn["posterior"]))
-
-
-def _conflict(
-    algorithm: AnyAlgorithm, declaration: FederatedModel, client: ClientModel, message: Message, seed: int
-) -> Array:
+def _conflict(node: Node, here: Enrolled, over: Over) -> Array:
     """P-value and statistic, of q without the client, which the final message must hold."""
-    concludes = algorithm.disclosure.concludes
-    if concludes is None or knows_cavities(algorithm) is None:
-        raise ValueError(f"{algorithm.name} has no posterior of the shared variables without each client")
-    ((q, cavity),) = concludes(client.layout, message).targets
+    name, concludes = node.algorithm.name, node.algorithm.disclosure.concludes
+    if concludes is None or knows_cavities(node.algorithm) is None:
+        raise ValueError(f"{name} has no posterior of the shared variables without each client")
+    ((q, cavity),) = concludes(here.client.layout, over.message).targets
     if all(np.array_equal(*parts) for parts in zip(q, cavity, strict=True)):
-        raise ValueError(f"the final message of {algorithm.name} has no posterior without this client")
-    rng = stream((seed, 4, *client.client_id.encode()))
+        raise ValueError(f"the final message of {name} has no posterior without this client")
+    rng = stream((over.seed, 4, *over.client_id.encode()))
     others = WithoutClient(cavity, None, LogEvidence(np.nan, np.nan))
-    return np.array(tested(declaration, client, others, FEWEST, rng))
+    return np.array(tested(here.declaration, here.client, others, FEWEST, rng))
 
 
 def read_told(arrays: Message) -> Message:
     """Check the summaries of a site, or sums of them over a cohort, or raise `Malformed`."""
-    for name, value in arrays.items():
-        require(name in _LENGTHS, f"{name!r}, expected one of {sorted(_LENGTHS)}")
-        require(value.shape == (_LENGTHS[name],), f"{name!r} has shape {value.shape}, expected {(_LENGTHS[name],)}")
-        require(bool(np.all(np.isfinite(value))), f"{name!r} is not finite")
     checks: Mapping[str, Callable[[Array], str | None]] = {
         "loo": loo.implausible,
         "calibration": reliability.implausible,
         "conflict": lambda pair: None if 0 < pair[0] <= 1 else f"has the p-value {pair[0]}",
     }
+    told: dict[str, Array] = {}
     for name, value in arrays.items():
-        reason = checks[name](np.asarray(value, dtype=float))
+        require(name in _LENGTHS, f"{name!r}, expected one of {sorted(_LENGTHS)}")
+        require(value.shape == (_LENGTHS[name],), f"{name!r} has shape {value.shape}, expected {(_LENGTHS[name],)}")
+        require(bool(np.all(np.isfinite(value))), f"{name!r} is not finite")
+        told[name] = np.asarray(value, dtype=float)
+        reason = checks[name](told[name])
         require(reason is None, f"{name!r}: {reason}")
-    return {name: np.asarray(value, dtype=float) for name, value in arrays.items()}
+    return told

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from flwr.app import RecordDict
@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from fedppl.engine import secure as _secure
 from fedppl.flower import masks as _masks
 from fedppl.flower import site_agreement as _site
-from fedppl.flower.decode import checked_name, require, whole_number
+from fedppl.flower.decode import checked_name, whole_number
 from fedppl.flower.messages import AGREE, HELLO, Letter, Post, from_content, read_letter, texts_of
 from fedppl.flower.wire import Terms, other_model, other_terms, other_version, shapes_of_hello, unpack_told
 from fedppl.formulas.exchange import asked, of_sum, sizes
@@ -56,33 +56,53 @@ def identity(node_id: int, authenticated: str, texts: Mapping[str, str]) -> tupl
     return authenticated or client_id, None
 
 
+class _Call(NamedTuple):
+    """What nodes are called by until the expected clients have answered."""
+
+    kind: str  # of the messages
+    question: Mapping[str, str]
+    doing: str  # what clients have to do, in words
+    cannot: str  # that an answer is malformed
+
+
 class _Awaited(Generic[T]):
-    """Clients that a server waits for, and why it refuses some."""
+    """Clients that a server waits for, and why it refuses some.
 
-    kind = ""  # of the messages by which they are called
-    doing, cannot = "", ""  # what they have to do, and that an answer is malformed, in words
+    `read` makes an answer of a message and its texts, or says why it is refused; `take` keeps the answer of a node's
+    client, or says why not.
+    """
 
-    def __init__(self, post: Post, expected: int | tuple[str, ...], wait: float, question: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        post: Post,
+        expected: int | tuple[str, ...],
+        wait: float,
+        call: _Call,
+        read: Callable[[RecordDict, Mapping[str, str]], T | str],
+        take: Callable[[int, str, T, Mapping[int, str]], str | None],
+    ) -> None:
         self._post = post
         self._expected = expected
         self._wait = wait
-        self._question = dict(question)
+        self._call = call
+        self._read, self._take = read, take
         self.answers: dict[str, T] = {}  # by client
         self._calls: dict[str, int] = {}  # message id of a call not answered yet, to its node
         self._due: dict[int, float] = {}  # nodes that have answered, and when to call them again
-        self._refused: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
 
-    def _until_complete(self, step: Callable[[], object]) -> None:
+    def until_complete(self, step: Callable[[], object]) -> None:
         """Repeat a step until the expected clients have answered."""
         end = time.monotonic() + self._wait
-        while not self._complete():
+        while not self.is_complete():
             step()
-            if not self._complete():
+            if not self.is_complete():
                 if time.monotonic() > end:
                     raise DeclarationError(self._missing())
                 time.sleep(self._post.poll)
 
-    def _complete(self) -> bool:
+    def is_complete(self) -> bool:
+        """Whether all expected clients have answered."""
         if isinstance(self._expected, int):
             return len(self.answers) >= self._expected
         return set(self._expected) <= set(self.answers)
@@ -93,19 +113,19 @@ class _Awaited(Generic[T]):
         if isinstance(count, tuple):
             clients += f"; missing {sorted(set(count) - set(self.answers))}"
             count = len(count)
-        refused = "".join(f"; {client_id!r} was refused: {why}" for client_id, why in self._refused.items())
-        return (
-            f"only {len(self.answers)} of {count} sites {self.doing} within {self._wait:g} s ({clients}){refused}. "
-            "Start the missing sites and look at their logs, or raise wait=."
-        )
+        refused = "".join(f"; {client_id!r} was refused: {why}" for client_id, why in self.refused.items())
+        waited = f"{self._call.doing} within {self._wait:g} s ({clients}){refused}"
+        remedy = "Start the missing sites and look at their logs, or raise wait=."
+        return f"only {len(self.answers)} of {count} sites {waited}. {remedy}"
 
-    def _refuse(self, client_id: str, reason: str) -> None:
-        if self._refused.get(client_id) != reason:  # not logged yet
-            self._refused[client_id] = reason
+    def refuse(self, client_id: str, reason: str) -> None:
+        """Log why a client is refused, once."""
+        if self.refused.get(client_id) != reason:
+            self.refused[client_id] = reason
             extra = {"client": client_id, "status": "refused"}
             logger.error("client %s refused: %s", client_id, reason, extra=extra)
 
-    def _call(self, nodes: Mapping[int, str]) -> None:
+    def call(self, nodes: Mapping[int, str]) -> None:
         """Call the connected nodes (with their authenticated names) that are due, and read what has arrived."""
         now = time.monotonic()
         self._calls = {message_id: node_id for message_id, node_id in self._calls.items() if node_id in nodes}
@@ -113,7 +133,7 @@ class _Awaited(Generic[T]):
         called = set(self._calls.values())
         ready = [node_id for node_id in sorted(nodes) if node_id not in called and self._due.get(node_id, 0.0) <= now]
         for node_id in ready[: max(0, _CALLS_AT_ONCE - len(called))]:
-            if message_id := self._post.push(node_id, self.kind, ({}, self._question), self._wait):
+            if message_id := self._post.push(node_id, self._call.kind, ({}, dict(self._call.question)), self._wait):
                 self._calls[message_id] = node_id
         for message_id, letter in self._post.pull(self._calls, singly=True):
             self._receive(self._calls.pop(message_id), nodes, letter)
@@ -138,46 +158,32 @@ class _Awaited(Generic[T]):
                     return one_line(texts[said])
             return other_version(texts) or self._read(content, {**texts, "client_id": client_id})
 
-        found = read_letter(letter, read, self.cannot)
+        found = read_letter(letter, read, self._call.cannot)
         why = found if isinstance(found, str) else self._take(node_id, client_id, found, nodes)
         if why is None:
             self._due[node_id] = math.inf
         else:
-            self._refuse(client_id, why)
-
-    def _read(self, content: RecordDict, texts: Mapping[str, str]) -> T | str:
-        """The answer in a message, or why it is refused."""
-        raise NotImplementedError
-
-    def _take(self, node_id: int, client_id: str, answer: T, nodes: Mapping[int, str]) -> str | None:
-        """Keep an answer, or say why not."""
-        raise NotImplementedError
+            self.refuse(client_id, why)
 
 
-class Roll(_Awaited[None]):
+class Roll:
     """Enrolled clients and their nodes."""
 
-    kind = HELLO
-    doing, cannot = "enrolled", "its introduction cannot be read"
-
     def __init__(
-        self,
-        post: Post,
-        expected: int | tuple[str, ...],
-        wait: float,
-        terms: Terms,
-        greeting: Mapping[str, str] | None = None,
+        self, post: Post, expected: int | tuple[str, ...], wait: float, terms: Terms, greeting: Mapping[str, str]
     ) -> None:
-        super().__init__(post, expected, wait, greeting or {})
+        self._post = post
         self._terms = terms
+        call = _Call(HELLO, greeting, "enrolled", "its introduction cannot be read")
+        self._awaited = _Awaited[None](post, expected, wait, call, self._read, self._take)
         self.nodes: dict[str, int] = {}  # client id to node id
         self._rivals: dict[int, str] = {}  # live nodes that claim the id of another live node
         self._listed: tuple[float, dict[int, str]] = -math.inf, {}  # when, and node ids with their names
 
     def enrol(self) -> None:
         """Call every node until the expected clients are enrolled."""
-        self._until_complete(lambda: self.welcome(max_age=1.0))
-        logger.info("%d clients enrolled: %s", len(self.answers), sorted(self.answers)[:20])
+        self._awaited.until_complete(lambda: self.welcome(max_age=1.0))
+        logger.info("%d clients enrolled: %s", len(self.nodes), sorted(self.nodes)[:20])
 
     def welcome(self, max_age: float = 0.0) -> set[int]:
         """Call new nodes, enrol those that have answered, and return all connected nodes.
@@ -188,7 +194,7 @@ class Roll(_Awaited[None]):
             self._listed = (time.monotonic(), self._post.nodes())
         nodes = self._listed[1]
         self._rivals = {node_id: client_id for node_id, client_id in self._rivals.items() if node_id in nodes}
-        self._call(nodes)
+        self._awaited.call(nodes)
         for node_id, client_id in list(self._rivals.items()):
             if self.nodes[client_id] not in nodes:
                 del self._rivals[node_id]
@@ -204,13 +210,13 @@ class Roll(_Awaited[None]):
 
     def _take(self, node_id: int, client_id: str, answer: None, nodes: Mapping[int, str]) -> str | None:
         """Enrol a node that agrees with the server."""
-        if client_id not in self.answers:
-            if self._complete():
+        if client_id not in self.nodes:
+            if self._awaited.is_complete():
                 return "the run has begun with other clients; it can enrol in the next run"
         elif self.nodes[client_id] in nodes and self.nodes[client_id] != node_id:
             self._rivals[node_id] = client_id
             both = f"nodes {self.nodes[client_id]} and {node_id}"
-            self._refuse(client_id, f"{both} are both live with this id; stop one of them")
+            self._awaited.refuse(client_id, f"{both} are both live with this id; stop one of them")
             return None
         self._bind(node_id, client_id)
         return None
@@ -218,8 +224,8 @@ class Roll(_Awaited[None]):
     def _bind(self, node_id: int, client_id: str) -> None:
         what, extra = "is back" if client_id in self.nodes else "enrolled", {"client": client_id, "status": "enrolled"}
         self.nodes[client_id] = node_id
-        self.answers[client_id] = None
-        self._refused.pop(client_id, None)
+        self._awaited.answers[client_id] = None
+        self._awaited.refused.pop(client_id, None)
         logger.info("client %s %s as node %d", client_id, what, node_id, extra=extra)
 
 
@@ -313,10 +319,9 @@ def agree(
         return _agreed_in_sums(post, model, expected, min_count, withheld, wait)
     logger.info("sites whose policy has a file for approval know this question as the run %r", _site.named(model))
     names = asked(model.builder).names  # type: ignore[arg-type]
-    told = _Asking(
-        post, expected, wait, {"min_count": str(min_count)}, lambda content, texts: unpack_told(texts, names)
-    )
-    return of_told(model, told.of_all(), withheld, believed=False)
+    question = {"min_count": str(min_count)}
+    told = _told_by_all(post, expected, wait, question, lambda _, texts: unpack_told(texts, names))
+    return of_told(model, told, withheld, believed=False)
 
 
 def _agreed_in_sums(
@@ -332,16 +337,14 @@ def _agreed_in_sums(
         return _masks.unpack_greeting(texts, texts["client_id"]), whole_number(texts, "fewest")
 
     def part(content: RecordDict, texts: Mapping[str, str]) -> _secure.Words:
-        words = from_content(content, shapes)[0][_masks.WORDS]
-        require(words.dtype == np.int64, f"words of type {words.dtype}, expected int64")
-        return np.asarray(words).view(np.uint64)
+        return _masks.words_in(from_content(content, shapes)[0][_masks.WORDS])
 
-    told = _Asking(post, expected, wait, question, greeting).of_all()
+    told = _told_by_all(post, expected, wait, question, greeting)
     greetings, fewest = zip(*told.values(), strict=True)
     run = _site.of_cohort(question["run"], _secure.digest(greetings).hex())
     logger.info("sites whose policy has a file for approval know this question as the run %r", run)
     names = tuple(told)
-    parts = _Asking(post, names, wait, question | _masks.pack_cohort(greetings), part).of_all()
+    parts = _told_by_all(post, names, wait, question | _masks.pack_cohort(greetings), part)
     words = _secure.added(list(parts.values()))
     sums = _secure.read_wide(words[counted:], len(names))
     counts = words[:counted].view(np.int64).tolist()
@@ -353,35 +356,24 @@ def _agreed_in_sums(
     return replace(of_told(model, {"the cohort": cohort}, withheld, fixed=fixed), clients=names)
 
 
-class _Asking(_Awaited[T]):
-    """What sites tell about their columns by client id, and the sites that still owe it."""
+def _told_by_all(
+    post: Post,
+    expected: int | tuple[str, ...],
+    wait: float,
+    question: Mapping[str, str],
+    read: Callable[[RecordDict, Mapping[str, str]], T | str],
+) -> dict[str, T]:
+    """What sites tell about their columns, by client; each is asked until all expected ones have answered."""
 
-    kind = AGREE
-    doing, cannot = "told what clients have to agree on", "what it tells cannot be read"
-
-    def __init__(
-        self,
-        post: Post,
-        expected: int | tuple[str, ...],
-        wait: float,
-        question: Mapping[str, str],
-        read: Callable[[RecordDict, Mapping[str, str]], T],
-    ) -> None:
-        super().__init__(post, expected, wait, question)
-        self._read_answer = read
-
-    def of_all(self) -> dict[str, T]:
-        """Ask until all expected clients have answered."""
-        self._until_complete(lambda: self._call(self._post.nodes()))
-        return dict(sorted(self.answers.items()))
-
-    def _read(self, content: RecordDict, texts: Mapping[str, str]) -> T:
-        return self._read_answer(content, texts)
-
-    def _take(self, node_id: int, client_id: str, answer: T, nodes: Mapping[int, str]) -> str | None:
-        if client_id in self.answers:
+    def take(_: int, client_id: str, answer: T, nodes: Mapping[int, str]) -> str | None:
+        if client_id in awaited.answers:
             return "another site has told under this id"
-        if not self._complete():
-            self.answers[client_id] = answer
-            self._refused.pop(client_id, None)
+        if not awaited.is_complete():
+            awaited.answers[client_id] = answer
+            awaited.refused.pop(client_id, None)
         return None
+
+    call = _Call(AGREE, question, "told what clients have to agree on", "what it tells cannot be read")
+    awaited = _Awaited[T](post, expected, wait, call, read, take)
+    awaited.until_complete(lambda: awaited.call(post.nodes()))
+    return dict(sorted(awaited.answers.items()))

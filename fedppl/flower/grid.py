@@ -70,11 +70,18 @@ class GridSettings(NamedTuple):
     secure: bool = False  # whether sums under masks are all that the server gets
 
 
+class _Missing(Exception):
+    """Sites of a cohort that have no answer, so that there is no sum in this round, and why."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        self.reasons = reasons
+
+
 class LostSites(DeclarationError):
     """Sites of a cohort are absent for good, so that its sum will never be whole."""
 
     def __init__(self, reasons: Mapping[str, str], others: tuple[str, ...], wait: float) -> None:
-        self.others = others  # of the cohort
+        self.reasons, self.others = reasons, others  # of those that are absent; the rest of the cohort
         why = "; ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
         remedy = "start them and go on from checkpoint=, or begin a run of the others (on_dropout='new cohort')"
         super().__init__(f"sites of a cohort were absent for {wait:g} s, and sums are of all ({why}); {remedy}.")
@@ -111,17 +118,16 @@ class GridEngine:
         self._server = server
         self._post = Post(grid, settings.poll, settings.grace)
         terms = _wire.Terms(algorithm.settings, server.layout, server.reader.coords)
-        self._roll = Roll(self._post, settings.clients, settings.wait, terms, greeting)
+        self._roll = Roll(self._post, settings.clients, settings.wait, terms, greeting or {})
         self._busy: dict[str, _Busy] = {}  # by message
         self._diagnostics: dict[str, set[str]] = {}  # names of those that each client has sent
-        self._greetings: dict[tuple[str, str], _secure.Greeting] = {}  # by run and client, where sums are secure
-        self._parts: dict[tuple[str, str], _secure.Part] = {}  # of the cohort's counts, likewise
-        self._counted: set[tuple[str, str]] = set()  # those who have answered a request, and so know the counts
+        self._cohort: dict[str, Sequence[_secure.Part]] = {}  # by run the parts of its counts, where sums are secure
+        self._counted: set[str] = set()  # runs in which all have answered a request, and so know the counts
         self._roll.enrol()
 
     def clients(self) -> tuple[str, ...]:
         """Return the ids of the enrolled clients, sorted."""
-        return tuple(sorted(self._roll.answers))
+        return tuple(sorted(self._roll.nodes))
 
     def layout(self) -> Layout:
         """Return the server's layout."""
@@ -150,30 +156,32 @@ class GridEngine:
         _secure.require_same([request.message for request in made.values()], self._algorithm)
         run, shapes = made[requests.clients[0]].run, made[requests.clients[0]].shapes or {}
         end = time.monotonic() + self._settings.wait
-        if missing := self._joined(run, deadline, end):
-            return _secure.void(missing)
-        counts = _masks.pack_parts([self._parts[run, name] for name in self.clients()])
-        parcels: dict[str, Parcel] = {}
-        for name, request in made.items():
-            arrays, texts = _wire.pack_request(request)
-            parcels[name] = arrays, texts if (run, name) in self._counted else {**texts, **counts}
-        if failures := self._gated(run, parcels, deadline, end):
-            return _secure.void(failures)
         fingerprint, words = self._server.layout.fingerprint, _masks.shapes_of(shapes)
 
         def read(name: str, content: RecordDict) -> _secure.Words | str:
             reply = _wire.unpack_reply(*from_content(content, {} if "failure" in texts_of(content) else words))
             return _masks.words_of(made[name], reply, fingerprint)
 
-        answers = self._from_all(ASK, parcels, deadline, end, read, "its reply cannot be read", heard)
-        parts = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
-        self._counted |= {(run, name) for name in parts}
-        if failures := {name: answer for name, answer in answers.items() if isinstance(answer, str)}:
-            return _secure.void(failures)
+        parcels: dict[str, Parcel] = {name: _wire.pack_request(request) for name, request in made.items()}
+        try:
+            counts = self._joined(run, deadline, end)
+            if run not in self._counted:
+                parcels = _beside(parcels, ({}, _masks.pack_parts(counts)))
+            if _masks.is_gated(counts):
+                parcels = _beside(parcels, self._gate(parcels, deadline, end))
+            parts = self._from_all(ASK, parcels, deadline, end, read, "its reply cannot be read", heard)
+        except _Missing as missing:
+            return _secure.void(missing.reasons)
+        self._counted.add(run)
         return _secure.summed(parts, shapes)
 
-    def _joined(self, run: str, deadline: float | None, end: float) -> dict[str, str]:
-        """Collect greetings for a run and parts of the cohort's counts, once; why those are missing that are."""
+    def _joined(self, run: str, deadline: float | None, end: float) -> Sequence[_secure.Part]:
+        """The parts of the cohort's counts, with which sites join it once all have greeted; once in a run.
+
+        Sites greet and join in the same words whenever they are asked, so that a round without a sum asks all again.
+        """
+        if run in self._cohort:
+            return self._cohort[run]
 
         def greeting(name: str, content: RecordDict) -> _secure.Greeting:
             return _masks.unpack_greeting(texts_of(content), name)
@@ -181,42 +189,27 @@ class GridEngine:
         def part(name: str, content: RecordDict) -> _secure.Part:
             return _masks.unpack_part(texts_of(content), name)
 
-        texts = {name: _masks.ask(name, run) for name in self.clients()}
-        to_greet: dict[str, Parcel] = {name: ({}, texts[name]) for name in texts if (run, name) not in self._greetings}
-        cannot = "its greeting cannot be used"
-        greetings = self._from_all(GREET, to_greet, deadline, end, greeting, cannot)
-        self._greetings |= {(run, k): one for k, one in greetings.items() if not isinstance(one, str)}
-        if failures := {name: one for name, one in greetings.items() if isinstance(one, str)}:
-            return failures
-        cohort = _masks.pack_cohort([self._greetings[run, name] for name in self.clients()])
-        to_join: dict[str, Parcel] = {
-            name: ({}, {**asked, **cohort}) for name, asked in texts.items() if (run, name) not in self._parts
-        }
+        asked: dict[str, Parcel] = {name: ({}, _masks.ask(name, run)) for name in self.clients()}
+        greetings = self._from_all(GREET, asked, deadline, end, greeting, "its greeting cannot be used")
+        cohort = _masks.pack_cohort([greetings[name] for name in self.clients()])
         cannot = "its part of the cohort's counts cannot be used"
-        parts = self._from_all(JOIN, to_join, deadline, end, part, cannot)
-        self._parts |= {(run, k): one for k, one in parts.items() if not isinstance(one, str)}
-        if len({len(one.words) for (whose, _), one in self._parts.items() if whose == run}) > 1:
+        parts = self._from_all(JOIN, _beside(asked, ({}, cohort)), deadline, end, part, cannot)
+        if len({len(one.words) for one in parts.values()}) > 1:
             raise DeclarationError(OTHER_COUNTS)
-        return {name: one for name, one in parts.items() if isinstance(one, str)}
+        self._cohort[run] = [parts[name] for name in self.clients()]
+        return self._cohort[run]
 
-    def _gated(self, run: str, parcels: dict[str, Parcel], deadline: float | None, end: float) -> dict[str, str]:
-        """Put what sites sum of their rows beside requests, where one of them fails `few_rows` alone; why not, if so.
+    def _gate(self, parcels: Mapping[str, Parcel], deadline: float | None, end: float) -> Parcel:
+        """What sites sum of their rows before a request, where one of them fails `few_rows` alone.
 
         The sum is for the sites alone: here it is as random as its parts.
         """
-        if not _masks.is_gated([self._parts[run, name] for name in self.clients()]):
-            return {}
 
         def part(name: str, content: RecordDict) -> _secure.Part:
             return _masks.unpack_sealed(*from_content(content, most=_masks.MOST_OF_GATE), name)
 
         parts = self._from_all(GATE, parcels, deadline, end, part, "what it says of its rows cannot be used")
-        if failures := {name: one for name, one in parts.items() if isinstance(one, str)}:
-            return failures
-        arrays, texts = _masks.pack_gate([one for _, one in sorted(parts.items()) if not isinstance(one, str)])
-        for name, parcel in parcels.items():
-            parcels[name] = {**parcel[0], **arrays}, {**parcel[1], **texts}
-        return {}
+        return _masks.pack_gate([one for _, one in sorted(parts.items())])
 
     def _from_all(
         self,
@@ -224,13 +217,14 @@ class GridEngine:
         parcels: Mapping[str, Parcel],
         deadline: float | None,
         end: float,
-        read: Callable[[str, RecordDict], T],
+        read: Callable[[str, RecordDict], T | str],
         cannot: str,
         heard: Heard = unheard,
-    ) -> dict[str, T | str]:
+    ) -> dict[str, T]:
         """Answers of all, where sites that are absent are asked again: they answer the same, and nobody else is asked.
 
-        So a site that drops out makes no round void. LostSites where one is absent until `end`.
+        So a site that drops out makes no round void. LostSites where one is absent until `end`, `_Missing` where one
+        refuses.
         """
         answers: dict[str, T | str] = {}
         left = dict(parcels)
@@ -242,7 +236,9 @@ class GridEngine:
                 raise LostSites({name: str(answers[name]) for name in left}, others, self._settings.wait)
             if left:
                 time.sleep(self._settings.poll)
-        return answers
+        if reasons := {name: answer for name, answer in answers.items() if isinstance(answer, str)}:
+            raise _Missing(reasons)
+        return {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
 
     def _asked(
         self, requests: Mapping[str, Request], deadline: float | None, heard: Heard
@@ -335,14 +331,12 @@ class GridEngine:
             return words
 
         try:
-            answers = self._from_all(CONCLUDE, parcels, None, end, read, "what it told of its rows cannot be used")
-        except LostSites as lost:
-            answers = {name: Absent("it was absent") for name in parcels if name not in lost.others}
-        told = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
-        for name, answer in answers.items():
-            if isinstance(answer, str):
-                logger.warning("end of the run, client %s: %s; the cohort has no conclusions", name, answer)
-        sums = _masks.sums_at_end(told, SUMS) if len(told) == len(parcels) else {}
+            told = self._from_all(CONCLUDE, parcels, None, end, read, "what it told of its rows cannot be used")
+        except (LostSites, _Missing) as error:
+            for name, reason in error.reasons.items():
+                logger.warning("end of the run, client %s: %s; the cohort has no conclusions", name, reason)
+            told = {}
+        sums = _masks.sums_at_end(told, SUMS) if told else {}
         for name in list(sums):
             try:
                 read_told({name: sums[name]})
@@ -391,6 +385,11 @@ class GridEngine:
                 logger.info("client %s: a late reply was dropped", client_id, extra=extra)
             if self._busy:
                 time.sleep(self._settings.poll)
+
+
+def _beside(parcels: Mapping[str, Parcel], more: Parcel) -> dict[str, Parcel]:
+    """Every site's parcel, and what goes to all beside it."""
+    return {name: ({**arrays, **more[0]}, {**texts, **more[1]}) for name, (arrays, texts) in parcels.items()}
 
 
 # The public functions -------------------------------------------------------------------------------------------------

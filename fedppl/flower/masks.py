@@ -36,7 +36,8 @@ MOST_OF_GATE = 2**26  # bytes of a sealed part: of 200 coordinates at four point
 _OF_GATE = "gate "  # prefix of arrays that go with a request
 COUNTS = b"counts"  # what the words of a cohort's first sum are about
 COLUMNS = b"columns"  # and those of the sum by which its members agree on a formula
-_CONCLUSION = b"fedppl conclusion "  # and those at the end of a run; longer than the digest of a round
+_NO_SUM = "the members' parts do not add up: they have other masks, or other data"
+_CONCLUSION = b"fedppl conclusion "  # what words at the end of a run are about; longer than the digest of a round
 
 
 # A site's part --------------------------------------------------------------------------------------------------------
@@ -55,8 +56,8 @@ class Place(NamedTuple):
 
 def greet(files: Path, folder: Path, texts: Mapping[str, str], words: secure.Words | None = None) -> dict[str, str]:
     """A site's greeting for a run: the same whenever it is asked, of no data, or of the words that it will hide."""
-    here = site.read(files)
-    return _packed(secure.greeting(secure.derived_key(here.identity, here.name, _run(texts), _where(folder, words))))
+    here, run = site.read(files), checked_name(one_text(texts, "run"), "'run'")
+    return _packed(secure.greeting(secure.derived_key(here.identity, here.name, run, _where(folder, words))))
 
 
 def place(
@@ -100,26 +101,31 @@ def _member(
     return secure.joined(key, greetings, dict(roster), agreed)
 
 
-def signed_part(files: Path, at: Place, about: bytes, numbers: Array, number: int = 1) -> dict[str, str]:
-    """A site's part of a sum that the members add themselves: masked and signed, so that no server can change it."""
-    here = site.read(files)
-    _, words = secure.masked(at.member, secure.encoded({"": numbers}, len(at.names)), number, about)
-    return _packed(secure.published(here.identity, here.name, _about(at, about), words))
+def counts_part(files: Path, at: Place, counts: Array) -> dict[str, str]:
+    """A site's part of the cohort's counts: masked and signed, so that no server can change their sum."""
+    _, words = secure.masked(at.member, secure.encoded({"": counts}, len(at.names)), 1, COUNTS)
+    return _packed(secure.published(site.read(files).identity, at.member.name, _about(at, COUNTS), words))
 
 
-def sum_of_parts(files: Path, at: Place, about: bytes, texts: Mapping[str, str]) -> Array:
-    """The sum of the parts that all members have signed about this, or DeclarationError."""
+def counted(files: Path, at: Place, texts: Mapping[str, str]) -> Place:
+    """The place with the sum of the counts that all members have signed, or DeclarationError."""
     try:
         parts = unpack_parts(texts)
     except Malformed as error:
         raise DeclarationError(f"malformed: {error}") from error
-    return _decoded(secure.total(parts, at.names, _about(at, about), site.read(files).roster))
+    words = secure.verified(parts, at.names, _about(at, COUNTS), site.read(files).roster)
+    counts = _sum_of(list(words.values()))
+    if np.any(counts < 0) or np.any(counts > MOST_ROWS):
+        raise DeclarationError(_NO_SUM)
+    return at._replace(counts=counts)
 
 
-def _decoded(words: secure.Words) -> Array:
+def _sum_of(parts: Sequence[secure.Words]) -> Array:
+    """The sum of members' parts, or DeclarationError."""
+    words = secure.added(parts)
     total, cut, missing = secure.decoded(words, {"": ((len(words) - 2) // 2,)})
     if cut or missing:
-        raise DeclarationError("the members' parts do not add up: they have other masks, or other data")
+        raise DeclarationError(_NO_SUM)
     return np.asarray(total[""])
 
 
@@ -128,10 +134,10 @@ def sealed_part(files: Path, at: Place, request: Request, numbers: Array) -> Par
 
     NaN stands for numbers that the site does not have: a member reads noise there, and not the sum of the others.
     """
-    here, about, lost = site.read(files), _gate(request), np.isnan(numbers)
+    about, lost = _gate(request), np.isnan(numbers)
     plain = secure.encoded({"": np.where(lost, 0.0, numbers)}, len(at.names))
     words = secure.sealed(at.member, _noised(at, plain, lost, request.round, about), request.round, about)
-    part = secure.published(here.identity, here.name, _about(at, about), words)
+    part = secure.published(site.read(files).identity, at.member.name, _about(at, about), words)
     return {WORDS: words.view(np.int64)}, {"signature": _packed(part)["signature"]}
 
 
@@ -140,29 +146,16 @@ def sum_of_sealed(files: Path, at: Place, request: Request) -> Array:
     about = _gate(request)
     words = secure.verified(at.gate, at.names, _about(at, about), site.read(files).roster)
     parts = [secure.opened(at.member, name, sealed, request.round, about) for name, sealed in words.items()]
-    return _decoded(secure.added(parts))
+    return _sum_of(parts)
 
 
-def counted(files: Path, at: Place, texts: Mapping[str, str]) -> Place:
-    """The place with the cohort's counts, or DeclarationError."""
-    counts = sum_of_parts(files, at, COUNTS, texts)
-    if np.any(counts < 0) or np.any(counts > MOST_ROWS):
-        raise DeclarationError("the members' counts do not add up: they have other masks, or other data")
-    return at._replace(counts=counts)
-
-
-def asked_of(files: Path, at: Place, request: Request) -> None:
+def require_asked(at: Place, request: Request) -> None:
     """Raise DeclarationError where a request is not the one to all members."""
     name = at.member.name
     if request.client_id != name or not request.report:
         raise DeclarationError(f"a request of client {request.client_id!r} for no reply, or not to {name!r}")
     if request.seed[-1:] != (client_seed(name),):
         raise DeclarationError("a seed that is not this site's: the others' part could stay while this one changes")
-
-
-def added(at: Place, words: secure.Words) -> Any:
-    """Arrays of the words of a summary of columns, of which there is one in a run."""
-    return {WORDS: secure.masked(at.member, words, 1, COLUMNS)[1].view(np.int64)}
 
 
 def quiet(algorithm: AnyAlgorithm) -> AnyAlgorithm:
@@ -241,10 +234,6 @@ def _gate(request: Request) -> bytes:
     return b"gate" + str(request.round).encode() + b"\n" + _asked(request)
 
 
-def _run(texts: Mapping[str, str]) -> str:
-    return checked_name(one_text(texts, "run"), "'run'")
-
-
 def _where(folder: Path, words: secure.Words | None) -> str:
     # The folder tells apart the apps of one identity: two accounts that do not know of each other have other masks.
     # So have other words, where there is one question alone: whatever is deleted at the site, no two have the same.
@@ -302,8 +291,7 @@ def unpack_parts(texts: Mapping[str, str]) -> list[secure.Part]:
 
 def is_gated(parts: Sequence[secure.Part]) -> bool:
     """Whether a site of the cohort fails `few_rows` alone, by the parts of its counts, of which that is the last."""
-    words = secure.added([np.frombuffer(part.words, dtype="<u8").astype(np.uint64) for part in parts])
-    return bool(_decoded(words)[-1])
+    return bool(_sum_of([np.frombuffer(part.words, dtype="<u8").astype(np.uint64) for part in parts])[-1])
 
 
 def unpack_sealed(arrays: Message, texts: Mapping[str, str], client_id: str) -> secure.Part:
@@ -357,16 +345,21 @@ def sums_at_end(answers: Mapping[str, Message], lengths: Mapping[str, int]) -> d
     return sums
 
 
-def words_of(request: Request, reply: Reply | Failure | None, fingerprint: str) -> secure.Words | str:
-    """The words of a site's reply, or why there are none."""
-    if not isinstance(reply, Reply):
-        return "no reply" if reply is None else reply.reason
-    if (reply.client_id, reply.nonce) != (request.client_id, request.nonce):
-        return f"reply of client {reply.client_id!r} to another request"
-    if reply.fingerprint != fingerprint:
-        return f"layout fingerprint {brief(reply.fingerprint)} differs from {fingerprint}: another model runs there"
-    words = reply.message[WORDS]
-    return words.view(np.uint64) if words.dtype == np.int64 else f"words of type {words.dtype}, expected int64"
+def words_of(request: Request, reply: Reply | Failure, fingerprint: str) -> secure.Words | str:
+    """The words of a site's reply, or why it refuses; or `Malformed`."""
+    if isinstance(reply, Failure):
+        return reply.reason
+    is_ours = (reply.client_id, reply.nonce) == (request.client_id, request.nonce)
+    require(is_ours, f"reply of client {reply.client_id!r} to another request")
+    differs = f"layout fingerprint {brief(reply.fingerprint)} differs from {fingerprint}: another model runs there"
+    require(reply.fingerprint == fingerprint, differs)
+    return words_in(reply.message[WORDS])
+
+
+def words_in(array: Any) -> secure.Words:
+    """Words as they travel, or `Malformed`."""
+    require(array.dtype == np.int64, f"words of type {array.dtype}, expected int64")
+    return np.asarray(array).view(np.uint64)
 
 
 def _packed(signed: secure.Greeting | secure.Part) -> dict[str, str]:

@@ -28,11 +28,12 @@ T = TypeVar("T")
 # Message types: category and action.
 HELLO, AGREE, ASK, CONCLUDE = "query.fedppl_hello", "query.fedppl_agree", "train.fedppl", "evaluate.fedppl"
 GREET, JOIN, GATE = "query.fedppl_greet", "query.fedppl_join", "query.fedppl_gate"  # of sites whose sums are secure
+KINDS = HELLO, AGREE, GREET, JOIN, GATE, ASK, CONCLUDE
 
 
 def register(app: ClientApp, reply: Callable[[FlowerMessage, Context], FlowerMessage]) -> None:
     """Register one function for all types of messages."""
-    for kind in (HELLO, AGREE, GREET, JOIN, GATE, ASK, CONCLUDE):
+    for kind in KINDS:
         category, action = kind.split(".")
         {"query": app.query, "train": app.train, "evaluate": app.evaluate}[category](action)(reply)
 

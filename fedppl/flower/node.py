@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 import numpy as np
 from filelock import FileLock
@@ -26,19 +25,17 @@ from fedppl.engine import few_rows_in_sums as in_sums
 from fedppl.engine import guard as _guard
 from fedppl.engine.answer import answer, require_fit, say_unused
 from fedppl.engine.policy import NO_RULES, Policy, refuse_sharing
-from fedppl.flower import conclusions as _conclusions
 from fedppl.flower import masks as _masks
 from fedppl.flower import site_agreement as _agreements
 from fedppl.flower import wire as _wire
-from fedppl.flower.decode import Malformed, Parcel, checked_name, one_text
+from fedppl.flower.decode import Parcel, checked_name, one_text
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.same import code_key
-from fedppl.results import idata
-from fedppl.results.at_client import client_posterior
 from fedppl.storage import codec
-from fedppl.storage.signed import Memory, owner_key, pack, replace, unpack
-from fedppl.types import DataError, DeclarationError, LocalFailure, Message, Status
+from fedppl.storage import signed as _signed
+from fedppl.storage.signed import Memory, owner_key, pack
+from fedppl.types import DataError, DeclarationError, LocalFailure, Message
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +130,7 @@ def _seal(data: Mapping[str, Any]) -> bytes:
 
 
 @contextmanager
-def _account_of(node: Node, config: Mapping[str, Any]) -> Iterator[_guard.Guard | None]:
+def account_of(node: Node, config: Mapping[str, Any]) -> Iterator[_guard.Guard | None]:
     """The policy with its account, locked over all processes; None without a folder, see `client_app`."""
     require_masks(node.secure, node.policy)
     if node.folder is None:
@@ -153,7 +150,7 @@ def require_masks(secure: Path | None, rules: Policy) -> None:
         raise DeclarationError(f"this site's policy has sums='required', and its single replies would leave; {remedy}.")
 
 
-def _refuse(guard: _guard.Guard | None, about: Mapping[str, Any], rule: str) -> None:
+def refuse(guard: _guard.Guard | None, about: Mapping[str, Any], rule: str) -> None:
     """Log the rule by which a message is refused."""
     if guard is None:
         logger.warning("%s refused: %s", about["event"], rule)
@@ -172,13 +169,13 @@ def agree(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[
     arrays: Message = {}
     answer = {"refused": _guard.REFUSED}
     try:
-        with _account_of(node, config) as guard:
+        with account_of(node, config) as guard:
             if node.secure is None:
                 answer = _agreements.tell(node.model, load, name, texts, memory, guard)
             else:
                 assert guard is not None  # `client_app` wants a folder beside secure=
                 versions = functools.partial(data_versions, memory, name, rules=node.policy)
-                here = _agreements.Here(name, *_files(node), memory, guard, versions)
+                here = _agreements.Here(name, *files_of(node), memory, guard, versions)
                 arrays, answer = _agreements.add(node.model, load, texts, here)
     except Exception:
         _say_refused("client %s tells nothing", name)
@@ -189,14 +186,14 @@ def greet(node: Node, config: Mapping[str, Any], texts: Mapping[str, str]) -> Pa
     """Answer with this site's signed key of a run, of which the other sites make masks; nothing of its data."""
     name = node.client_id(config)
     try:
-        answer = _masks.greet(*_files(node), texts)
+        answer = _masks.greet(*files_of(node), texts)
     except Exception:
         _say_refused("client %s greets nobody", name)
         answer = {"refused": _guard.REFUSED}
     return {}, {"client_id": name, **answer}
 
 
-def _files(node: Node) -> tuple[Path, Path]:
+def files_of(node: Node) -> tuple[Path, Path]:
     """The folder of identity and roster, and the site's own; LocalFailure without."""
     if node.secure is None or node.folder is None:  # where a function of the node config gave none
         raise LocalFailure("sums: client_app has no secure=, or no folder=")
@@ -207,48 +204,40 @@ def join(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[s
     """Answer with counts of rows and outcomes, under the masks of the cohort that the server names for a run."""
     name, answer = node.client_id(config), {"refused": _guard.REFUSED}
     try:
-        with _account_of(node, config) as guard:
+        with account_of(node, config) as guard:
             assert guard is not None  # `client_app` wants a folder beside secure=
-            run = checked_name(one_text(texts, "run"), "'run'")
-            at = _place(node, config, memory, run, texts)
-            answer = _joined(node, config, memory, guard, run, at, texts) or answer
+            answer = _joined(node, config, memory, texts, guard) or answer
     except Exception as error:
         _say_refused("client %s joins no cohort", name)
         if node.folder is not None:
-            with suppress(Exception), _account_of(node, config) as guard:
-                _refuse(guard, {"event": "cohort"}, f"sums: {error}"[:200])
+            with suppress(Exception), account_of(node, config) as guard:
+                refuse(guard, {"event": "cohort"}, f"sums: {error}"[:200])
     return {}, {"client_id": name, **answer}
 
 
 def _joined(
-    node: Node,
-    config: Mapping[str, Any],
-    memory: Memory,
-    guard: _guard.Guard,
-    run: str,
-    at: _masks.Place,
-    texts: Mapping[str, str],
+    node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str], guard: _guard.Guard
 ) -> dict[str, str] | None:
     """The site's part of the cohort's counts, always the same in a run; None where it is refused, by the log."""
-    file, own_id = f"{run}.cohort", at.member.name
+    run = checked_name(one_text(texts, "run"), "'run'")
+    at, file = _place(node, config, memory, run, texts), f"{run}.cohort"
     if not _guard.admit_cohort(guard, run, at.names, at.digest) or not _declaration_admitted(node, guard):
         return None
-    raw = memory.recall(file)
-    if raw is not None:
-        return dict(unpack(raw, repr(file), file)["part"])
-    here = enrolled(node, config, memory, own_id)
+    if kept := _signed.recalled(memory, file):
+        return dict(kept["part"])
+    here = enrolled(node, config, memory, at.member.name)
     seal = same_data(memory, here.client, run)
     changed, versions = data_versions(memory, node.client_id(config), here.columns, node.policy)
     if changed:
-        _refuse(guard, {"event": "cohort", "run": run}, changed)
+        refuse(guard, {"event": "cohort", "run": run}, changed)
         return None
     fails = in_sums.fails_alone(node.policy, here.client, node.algorithm.disclosure.by_row)
     counts = _guard.numbers(here.client.view(_guard.tally)) * float(node.policy.epsilon is None)
     counts = np.append(counts, float(fails))  # how many fail the rule alone, and not which
-    part = _masks.signed_part(_files(node)[0], at, _masks.COUNTS, counts)
+    part = _masks.counts_part(files_of(node)[0], at, counts)
     for name, sealed in {**seal, **versions}.items():
         memory.keep(name, sealed)
-    memory.keep(file, pack({"cohort": texts["cohort"], "part": part, "counts": np.zeros(0)}, file))
+    _signed.keep(memory, file, {"cohort": texts["cohort"], "part": part, "counts": np.zeros(0)})
     return part
 
 
@@ -256,7 +245,7 @@ def introduce(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapp
     """Answer the server's first call: the layout, or why this site cannot take part; rules on data come first."""
     name = node.client_id(config)
     try:
-        with _account_of(node, config) as guard:
+        with account_of(node, config) as guard:
             client = _introduced(node, config, memory, texts, guard)
         terms = _wire.Terms(node.algorithm.settings, client.layout, client.reader().coords)
         return _wire.pack_hello(name, terms)
@@ -314,7 +303,7 @@ def answer_request(node: Node, config: Mapping[str, Any], memory: Memory, parcel
     client_id, nonce = str(parcel[1].get("client_id", ""))[:200], str(parcel[1].get("nonce", ""))[:20]
     answered = None
     try:
-        with _account_of(node, config) as guard:
+        with account_of(node, config) as guard:
             answered = _answered(node, config, memory, parcel, guard)
     except Exception:
         _say_refused("client %s refuses a request", client_id)
@@ -330,14 +319,14 @@ def _understood(
         arrays, gate = (parcel[0], []) if node.secure is None else _masks.unpack_gate(*parcel)
         request = _wire.unpack_request(arrays, parcel[1])
     except Exception as error:  # no message of a server may end this process
-        _refuse(guard, {"event": "request"}, f"malformed: {type(error).__name__}: {error}"[:200])
+        refuse(guard, {"event": "request"}, f"malformed: {type(error).__name__}: {error}"[:200])
         return None
     if node.secure is None:
         return request, None
     try:
         return request, _placed(node, config, memory, request, parcel[1])._replace(gate=gate)
     except DeclarationError as error:
-        _refuse(guard, _guard.named("request", request), f"sums: {error}")
+        refuse(guard, _guard.named("request", request), f"sums: {error}")
         return None
 
 
@@ -345,29 +334,27 @@ def _placed(
     node: Node, config: Mapping[str, Any], memory: Memory, request: Request, texts: Mapping[str, str]
 ) -> _masks.Place:
     """The site's place in the cohort of a run that it has joined, with the cohort's counts; or DeclarationError."""
-    (files, _), (at, kept) = _files(node), _member(node, config, memory, request.run)
-    _masks.asked_of(files, at, request)
+    at, kept = member_of(node, config, memory, request.run)
+    _masks.require_asked(at, request)
     if at.counts.size:
         return at
-    at, file = _masks.counted(files, at, texts), f"{request.run}.cohort"
-    memory.keep(file, pack({**kept, "counts": at.counts}, file))
+    at, file = _masks.counted(files_of(node)[0], at, texts), f"{request.run}.cohort"
+    _signed.keep(memory, file, {**kept, "counts": at.counts})
     return at
 
 
-def _member(node: Node, config: Mapping[str, Any], memory: Memory, run: str) -> tuple[_masks.Place, dict[str, Any]]:
+def member_of(node: Node, config: Mapping[str, Any], memory: Memory, run: str) -> tuple[_masks.Place, dict[str, Any]]:
     """The site's place in the cohort of a run as far as it is known, and what is stored; or DeclarationError."""
-    file = f"{run}.cohort"
-    raw = memory.recall(file)
-    if raw is None:
+    kept = _signed.recalled(memory, f"{run}.cohort")
+    if kept is None:
         raise DeclarationError("a request of a run whose cohort this site has not joined: it answers under masks alone")
-    kept = dict(unpack(raw, repr(file), file))
     return _place(node, config, memory, run, kept)._replace(counts=kept["counts"]), kept
 
 
 def _place(node: Node, config: Mapping[str, Any], memory: Memory, run: str, texts: Mapping[str, str]) -> _masks.Place:
     """The site's place in a cohort, under masks of the agreement on a formula that the server sent, if it sent one."""
     _, agreed = _agreements.declared(node.model, memory, node.client_id(config))
-    return _masks.place(*_files(node), run, _masks.unpack_cohort(texts), agreed=agreed)
+    return _masks.place(*files_of(node), run, _masks.unpack_cohort(texts), agreed=agreed)
 
 
 def _answered(
@@ -378,7 +365,7 @@ def _answered(
         return None
     request, place = understood
     if why := refuse_sharing(node.algorithm, None if place is None else len(place.names)):
-        _refuse(guard, _guard.named("request", request), f"epsilon: {why}")
+        refuse(guard, _guard.named("request", request), f"epsilon: {why}")
         return None
     own_id, about = node.client_id(config), _guard.named("request", request)
     algorithm = node.algorithm if place is None else _masks.quiet(node.algorithm)
@@ -402,14 +389,14 @@ def _answered(
                 _guard.reopen(guard, request)  # a round of a cohort has all answers or none: it is computed after all
             elif place is not None:  # with other noise, under the same masks, the difference would be this site's
                 why = f"the answer of run {kept.run!r} has taken the place of this one; the server has to ask anew"
-                _refuse(guard, about, f"round: {request.round}, and {why}")
+                refuse(guard, about, f"round: {request.round}, and {why}")
                 return None
         if changed:
-            _refuse(guard, about, changed)
+            refuse(guard, about, changed)
             return None
     except Exception as error:
         logger.debug("client %s cannot answer", request.client_id, exc_info=True)
-        _refuse(guard, about, f"site: {error if isinstance(error, LocalFailure) else type(error).__name__}")
+        refuse(guard, about, f"site: {error if isinstance(error, LocalFailure) else type(error).__name__}")
         return None
     after, reply = answer(algorithm, here.client, kept.personal, request, guard)
     if isinstance(reply, Failure):
@@ -426,9 +413,9 @@ def _answered(
     # State and answer are one file, replaced in one step: no answer leaves that the state does not know of.
     if guard is not None:
         answer_of = _guard.digest(request), dict(answered[0]), dict(answered[1]), request.run
-        memory.keep(name, pack((after, *answer_of), name))
+        _signed.keep(memory, name, (after, *answer_of))
     elif after is not None:
-        memory.keep(name, pack((after,), name))
+        _signed.keep(memory, name, (after,))
     return answered
 
 
@@ -438,14 +425,14 @@ def _of_cohort(node: Node, guard: _guard.Guard, here: Enrolled, place: _masks.Pl
     guard = guard._replace(cohort=cohort)
     if not place.counts[-1]:
         return guard
-    return guard._replace(sums=lambda at: _masks.sum_of_sealed(_files(node)[0], place, request))
+    return guard._replace(sums=lambda at: _masks.sum_of_sealed(files_of(node)[0], place, request))
 
 
 def gate(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
     """Answer with the site's part of what the cohort sums of its rows before a request, for its members alone."""
     name, answered = node.client_id(config), None
     try:
-        with _account_of(node, config) as guard:
+        with account_of(node, config) as guard:
             if guard is not None:
                 answered = _gated(node, config, memory, parcel, guard)
     except Exception:
@@ -462,14 +449,13 @@ def _gated(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel
     if place is None:
         return None
     entry, digest, file = _guard.named("gate", request), _guard.digest(request), f"{request.run}.gate"
-    raw = memory.recall(file)
-    kept: dict[str, Any] = {"round": 0} if raw is None else dict(unpack(raw, repr(file), file))
+    kept: dict[str, Any] = _signed.recalled(memory, file) or {"round": 0}
     if (kept["round"], kept.get("digest")) == (request.round, digest):
         _guard.note(guard, None, **entry, repeated=True)
         return kept["arrays"], kept["texts"]
     if request.round <= kept["round"] or not place.counts[-1]:
         why = f"a gate in round {request.round} after {kept['round']}" if place.counts[-1] else "nobody needs a gate"
-        _refuse(guard, entry, f"round: {why}")
+        refuse(guard, entry, f"round: {why}")
         return None
     if not _declaration_admitted(node, guard):
         return None
@@ -481,116 +467,9 @@ def _gated(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel
         return None
     numbers = in_sums.numbers(here.client, at, guard.cohort)
     numbers = numbers if node.policy.epsilon is None else np.zeros_like(numbers)
-    part = _masks.sealed_part(_files(node)[0], place, request, numbers)
-    answer = {"round": request.round, "digest": digest, "arrays": part[0], "texts": part[1]}
-    memory.keep(file, pack(answer, file))
+    part = _masks.sealed_part(files_of(node)[0], place, request, numbers)
+    _signed.keep(memory, file, {"round": request.round, "digest": digest, "arrays": part[0], "texts": part[1]})
     return part
-
-
-def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
-    """Draw this client's own posterior and write it to the site's folder, once a run. It does not travel.
-
-    The answer holds only what the policy lets out by name. It does not show whether the data are those of the run or
-    whether drawing failed, since both depend on the data and the server may ask any number of times.
-    """
-    name = str(parcel[1].get("client_id", ""))[:200]
-    summaries: Message = {}
-    try:
-        with _account_of(node, config) as guard:
-            if guard is not None:
-                summaries = _conclude(node, config, memory, parcel, guard)
-    except Exception:
-        logger.exception("client %s drew no posterior", name, extra={"client": name, "status": "failed"})
-    return summaries, {"client_id": name}
-
-
-def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel, guard: _guard.Guard) -> Message:
-    try:
-        over = Over(*_wire.unpack_conclusion(parcel[1]), parcel[0])
-    except Malformed as error:
-        _refuse(guard, {"event": "conclusion"}, f"malformed: {error}"[:200])
-        return {}
-    if node.secure is not None:
-        return _concluded_under_masks(node, config, memory, over, guard)
-    if not _guard.concluded(guard, over.run):
-        logger.warning("client %s was told before that run %s is over", over.client_id, over.run)
-        return {}
-    return _drawn(node, config, memory, over, guard)
-
-
-class Over(NamedTuple):
-    """The message that a run is over."""
-
-    client_id: str
-    run: str
-    seed: int  # of the client's draws
-    status: Status
-    message: Message
-
-
-def _concluded_under_masks(
-    node: Node, config: Mapping[str, Any], memory: Memory, over: Over, guard: _guard.Guard
-) -> Message:
-    """The site's words, of which some may be noise; they are kept, and are the same whenever it is asked the same."""
-    about = {"event": "conclusion", "run": over.run, "client": over.client_id}
-    try:
-        at, _ = _member(node, config, memory, over.run)
-        if over.client_id != at.member.name:
-            raise DeclarationError(f"client {over.client_id!r} was told of its end, and this is {at.member.name!r}")
-    except DeclarationError as error:
-        _refuse(guard, about, f"sums: {error}")
-        return {}
-    asked, file = _masks.asked_at_end(over.run, over.seed, over.message, over.status), f"{over.run}.conclusion"
-    raw = memory.recall(file)
-    digest, words = ("", {}) if raw is None else unpack(raw, repr(file), file)
-    if digest == asked.hex():
-        _guard.note(guard, None, **about, repeated=True)
-        return dict(words)
-    if not _guard.concluded(guard, over.run, asked.hex()):
-        return {}
-    told: Message = {}
-    try:  # whether the site can tell depends on its data: it answers by noise where it cannot
-        told = _drawn(node, config, memory, over, guard, at)
-    except Exception:
-        logger.exception("client %s drew no posterior", over.client_id, extra={"client": over.client_id})
-    words = _masks.concluded(at, asked, told, _conclusions.SUMS)
-    memory.keep(file, pack((asked.hex(), words), file))
-    return words
-
-
-def _drawn(
-    node: Node,
-    config: Mapping[str, Any],
-    memory: Memory,
-    over: Over,
-    guard: _guard.Guard,
-    at: _masks.Place | None = None,
-) -> Message:
-    """Draw and write the client's own posterior; return what its policy lets out, of a cohort or of itself alone."""
-    client_id, run, seed, status, message = over
-    here = enrolled(node, config, memory, client_id)
-    for file, raw in same_data(memory, here.client, run).items():
-        memory.keep(file, raw)
-    name = name_of_kept(node.algorithm, node.client_id(config), run, client_id)
-    personal = recalled(node.algorithm, memory, name, client_id).personal
-    request = Request(client_id, 0, 0, (seed,), message, run)
-    drawing = node.draws, node.chains, seed
-    result = idata.from_groups(client_posterior(node.algorithm, here.client, personal, message, drawing, status))
-    assert node.folder is not None
-    path = node.folder / f"{quote(client_id, safe='')}.nc"
-    partial = path.with_name(path.name + ".partial")
-    replace(partial, b"")  # sets the file's mode before it holds rows
-    idata.write(result, partial)
-    partial.chmod(0o600)  # a library may make the file anew
-    partial.replace(path)
-    logger.info("client %s: posterior written to %s", client_id, path)
-    if at is not None and at.counts.size:
-        guard = guard._replace(cohort=_guard.summed(here.client.view(_guard.tally), at.counts, len(at.names)))
-    names = _guard.tells(guard, node.algorithm, here.client, request)
-    if not names:
-        return {}
-    told = _conclusions.tell(names, node.algorithm, here.declaration, here.client, message, result, seed)
-    return _guard.let_out(guard, here.client, request, told)
 
 
 # What a node stores between two requests: personal state, the last answer, and digests of the data --------------------
@@ -631,8 +510,7 @@ def data_versions(
     if rules.epsilon is not None or rules.changed_rows <= 1 or not columns:
         return None, {}
     name = f"{site_id or 'site'}.versions"
-    raw = memory.recall(name)
-    earlier = [] if raw is None else list(unpack(raw, repr(name), name))
+    earlier = list(_signed.recalled(memory, name) or ())
     if any(codec.matches(version["seal"], columns) for version in earlier):
         return None, {}
     cells = _account.version_of(columns, owner_key(make=True))
@@ -643,11 +521,8 @@ def data_versions(
 
 def recalled(algorithm: AnyAlgorithm, memory: Memory, name: str, client_id: str) -> Kept:
     """Stored personal state and answer; blank where there are none, or they cannot be read and need not last."""
-    raw = memory.recall(name)
-    if raw is None:
-        return Kept()
     try:
-        return Kept(*unpack(raw, f"personal state of client {client_id!r}", name))
+        return Kept(*(_signed.recalled(memory, name, f"personal state of client {client_id!r}") or ()))
     except DeclarationError as error:
         if algorithm.persistent:
             logger.error("client %s does not answer: %s", client_id, error)

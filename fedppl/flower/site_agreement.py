@@ -23,7 +23,7 @@ from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import answered, asked, contradiction, rows_of
 from fedppl.formulas.formula import is_formula, remembering
 from fedppl.model.declaration import FederatedModel
-from fedppl.storage.signed import Memory, pack, unpack
+from fedppl.storage.signed import Memory, keep, pack, recalled
 from fedppl.types import Array, DeclarationError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def declared(model: FederatedModel, memory: Memory, site_id: str) -> tuple[Feder
     """The declaration with the agreement that the site has stored, and the agreement's digest, "" without one."""
     if not waits(model):
         return model, ""
-    kept = _recalled(memory, _name(site_id, "agreement"))
+    kept = recalled(memory, _name(site_id, "agreement"))
     if not kept:
         return model, ""
     try:
@@ -116,13 +116,13 @@ def tell(
     # Not the server's number: who asks first must not decide what is stored.
     summary, site_fewest, file = asked(built), policy.fewest(guard.policy, 1), _name(site_id, "told")
     keys = {name: f"{name}, {_told_as(built, name)}" for name in summary.names}
-    kept = _recalled(memory, file)
+    kept: dict[str, str] = dict(recalled(memory, file) or {})
     if fresh := [name for name in summary.names if keys[name] not in kept]:
         new = {name: column for name, column in answered(built, rows, site_fewest).items() if name in fresh}
         if not _may_tell(guard, site_id, named(model), new):
             return {"refused": REFUSED}
         kept |= {keys[name]: json.dumps([site_fewest, *column], allow_nan=False) for name, column in new.items()}
-        memory.keep(file, pack(kept, file))
+        keep(memory, file, kept)
     else:
         note(guard, None, **about, told="what was told before")
     again = {name: _again(json.loads(kept[keys[name]]), site_fewest, fewest) for name in summary.names}
@@ -201,7 +201,9 @@ def add(model: FederatedModel, data: Callable[[], Any], texts: Mapping[str, str]
     except (DeclarationError, Malformed) as error:
         note(here.guard, f"sums: {error}"[:200], **about)
         return refused
-    return (masks.added(at, words), {}) if _admitted(model, loaded, columns, at, here) else refused
+    if not _admitted(model, loaded, columns, at, here):
+        return refused
+    return {masks.WORDS: secure.masked(at.member, words, 1, masks.COLUMNS)[1].view(np.int64)}, {}
 
 
 def _in_sum(model: FederatedModel, loaded: Any, texts: Mapping[str, str], rules: policy.Policy) -> dict[str, Told]:
@@ -219,7 +221,7 @@ def _admitted(model: FederatedModel, loaded: Any, columns: Mapping[str, Told], a
     run, file = of_cohort(named(model), at.digest), _name(here.site_id, "added")
     if not admit_cohort(here.guard, run, at.names, at.digest):
         return False
-    if _recalled(here.memory, file).get("run") == run:
+    if recalled(here.memory, file) == {"run": run}:
         note(here.guard, None, event="agreement", run=run, client=here.site_id, told="what was told before")
         return True
     changed, versions = here.versions(_columns_of(model, loaded))
@@ -268,7 +270,7 @@ def accept(
             refuse_agreement(guard, key, site_id, why)
         raise refused
     file = _name(site_id, "agreement")
-    memory.keep(file, pack({"agreement": pack_agreement(agreement)}, file))
+    keep(memory, file, {"agreement": pack_agreement(agreement)})
 
 
 def _odd_levels(built: Formula, agreement: Agreement) -> str | None:
@@ -306,9 +308,3 @@ def _built(model: FederatedModel) -> Formula:
 
 def _name(site_id: str, kind: str) -> str:
     return f"{site_id or 'site'}.{kind}"
-
-
-def _recalled(memory: Memory, name: str) -> dict[str, str]:
-    """Stored texts by name, empty where there are none; DeclarationError where they cannot be read."""
-    raw = memory.recall(name)
-    return {} if raw is None else dict(unpack(raw, repr(name), name))

@@ -71,12 +71,22 @@ def unpack_request(arrays: Message, texts: Mapping[str, str]) -> Request:
     )
 
 
-def unpack_conclusion(texts: Mapping[str, str]) -> tuple[str, str, int, Status]:
-    """Read the message that a run is over: client id, run, seed of the client's draws, and the run's status."""
+class Over(NamedTuple):
+    """The message that a run is over."""
+
+    client_id: str
+    run: str
+    seed: int  # of the client's draws
+    status: Status
+    message: Message
+
+
+def unpack_conclusion(arrays: Message, texts: Mapping[str, str]) -> Over:
+    """Read the message that a run is over."""
     status = one_text(texts, "status", NAME_LENGTH)
     require(status in set(Status), f"'status' is {brief(status)!r}, expected one of a run's")
     client_id, run = (checked_name(one_text(texts, field), f"{field!r}") for field in ("client_id", "run"))
-    return client_id, run, whole_number(texts, "seed"), Status(status)
+    return Over(client_id, run, whole_number(texts, "seed"), Status(status), arrays)
 
 
 def pack_reply(reply: Reply | Failure) -> Parcel:

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from fedppl.contracts import ClientView
 from fedppl.nn import functional
 from fedppl.nn.functional import Places
-from fedppl.nn.head import Head, logits, of_draws, without_head
 from fedppl.nn.likelihood import Categorical
 from fedppl.nn.personal import head_noise
 from fedppl.nn.train import GROWTH, RISE, Pulls, Training, optimizer_of, pulls_of, slopes_of, train
-from fedppl.nn.unit import NetworkUnit, Pair, outcomes
+from fedppl.nn.unit import Head, NetworkUnit, Pair, logits, of_draws, outcomes, without_head
 from fedppl.nn.view import network_of
 from fedppl.types import Array, Rng
 

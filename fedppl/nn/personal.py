@@ -11,11 +11,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedppl.nn.functional import Places, call, generator_of, gradients, host, parts_of, state_of, taken, tensor
-from fedppl.nn.head import Head, expected_loss, features, head_slopes, without_head
 from fedppl.nn.likelihood import Likelihood
 from fedppl.nn.subnet import Subnetwork, along, chunks
 from fedppl.nn.train import Leaves, Training, batches, loss_at, optimizer_of, require_bounded, require_no_rise, rows_of
-from fedppl.nn.unit import NetworkUnit, Pair, outcomes, outputs
+from fedppl.nn.unit import (
+    Head,
+    NetworkUnit,
+    Pair,
+    expected_loss,
+    features,
+    head_slopes,
+    outcomes,
+    outputs,
+    without_head,
+)
 from fedppl.types import Array, LocalFailure, Rng
 
 _DIFFERENCE = 1e-2  # of weights, for a product with the Hessian

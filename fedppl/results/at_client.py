@@ -22,6 +22,8 @@ from fedppl.model.interpreted import quiet
 from fedppl.model.summaries import tells_grid, tells_summary
 from fedppl.numerics.streams import stream
 from fedppl.results import idata
+from fedppl.results.diagnostics import listed
+from fedppl.results.records import Ended
 from fedppl.results.shared import Drawing, draws_of, shape_of
 from fedppl.types import Array, DeclarationError, Message, Status
 
@@ -31,6 +33,16 @@ logger = logging.getLogger(__name__)
 def has_rows(client: ClientModel) -> bool:
     """Whether a client brought rows, and not a summary of them."""
     return not tells_summary(client.template.parts.model)
+
+
+def with_rows(fit: Ended, what: str) -> list[str]:
+    """Clients of a fit that brought rows; the others are named in the log. DeclarationError where all are others."""
+    names = [name for name in fit.client_ids if has_rows(fit.clients[name])]
+    if not names:
+        raise DeclarationError(f"{what}: all clients brought summaries of their rows; it needs clients with rows.")
+    if others := [repr(name) for name in fit.client_ids if name not in names]:
+        logger.warning("not in %s, since they brought summaries: %s", what, listed(others))
+    return names
 
 
 def require_rows(client: ClientModel, what: str) -> None:

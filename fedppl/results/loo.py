@@ -16,8 +16,7 @@ from fedppl.contracts import LogEvidence, Point
 from fedppl.model.client import ClientModel
 from fedppl.model.stack import ClientsOf, samples
 from fedppl.results import idata
-from fedppl.results.at_client import has_rows, observed_values
-from fedppl.results.diagnostics import listed
+from fedppl.results.at_client import observed_values, with_rows
 from fedppl.results.fit import Fit
 from fedppl.results.records import COHORT, require_arrived, told_sums
 from fedppl.settings import a_fit, shown, some_of, whole
@@ -129,19 +128,20 @@ def loo(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: int | None
     """
     a_fit(fit)
     if _is_elsewhere(fit):
-        sums = _of_sites(fit)
+        told = told_sums(fit, "loo", "fedppl.loo")
+        sums = {client_id: RowSums(*map(float, numbers)) for client_id, numbers in told.items()}
     else:
         sums = {name: sums_of(rows) for name, rows in _by_row(fit, draws, chains, random_seed).items()}
-    return _added(fit, sums)
+    return _added(fit, sums, "fedppl.loo")
 
 
-def _added(fit: Fit, sums: Mapping[str, RowSums]) -> Loo:
+def _added(fit: Fit, sums: Mapping[str, RowSums], what: str) -> Loo:
     """The sum over clients, with a table by client where there are sums of each."""
     counts = ["rows", "good", "bad", "very_bad"]
     table = pd.DataFrame(sums.values(), index=pd.Index(list(sums), name="client"))
     total = table.sum()
     table.insert(1, "se", _se(table["elpd"], table["squares"], table["rows"]))
-    _warn("fedppl.loo", fit, int(total["bad"] + total["very_bad"]), int(total["rows"]))
+    _warn(what, fit, int(total["bad"] + total["very_bad"]), int(total["rows"]))
     in_one = COHORT in sums
     return Loo(
         elpd=float(total["elpd"]),
@@ -211,52 +211,50 @@ def loo_compare(
     """
     _require_comparable(fits, in_order=True)
     if any(map(_is_elsewhere, fits.values())):
-        return _from_sums(fits)
-    models = [_by_row(fit, draws, chains, random_seed) for fit in fits.values()]
-    order = sorted(models[0])
-    elpd = np.stack([np.concatenate([rows[client].elpd for client in order]) for rows in models])  # (models, rows)
-    totals = elpd.sum(axis=1)
-    best = int(np.argmax(totals))
-    sums = [[sums_of(rows) for rows in model.values()] for model in models]
-    columns = {
-        "elpd": totals,
-        "se": [_se(row.sum(), (row**2).sum(), len(row)) for row in elpd],
-        "p_loo": [sum(of_client.p_loo for of_client in each) for each in sums],
-        "elpd_diff": totals[best] - totals,
-        "dse": [_se(row.sum(), (row**2).sum(), len(row)) for row in elpd[best] - elpd],
-        "weight": _stacked(elpd),
-        "bad": [int(sum(of_client.bad + of_client.very_bad for of_client in each)) for each in sums],
-        "status": [fit.status.value for fit in fits.values()],
-    }
-    table = _ranked(columns, fits, "elpd")
-    for name, bad in table["bad"].items():
-        _warn(f"fedppl.loo_compare: {name}", fits[name], int(bad), elpd.shape[1])
-    return table
+        return _compared(fits, _from_sums(fits), None)
+    models = {name: _by_row(fit, draws, chains, random_seed) for name, fit in fits.items()}
+    order = sorted(next(iter(models.values())))
+    elpd = np.stack([np.concatenate([rows[client].elpd for client in order]) for rows in models.values()])
+    sums = {name: {client: sums_of(rows) for client, rows in of_model.items()} for name, of_model in models.items()}
+    found = {name: _added(fit, sums[name], f"fedppl.loo_compare: {name}") for name, fit in fits.items()}
+    return _compared(fits, found, elpd)
 
 
-def _from_sums(fits: Mapping[str, Fit]) -> pd.DataFrame:
-    """Models ranked by sums that sites told. Rows are not paired: standard errors of differences are bounds."""
-    if here := [name for name, fit in fits.items() if not _is_elsewhere(fit)]:
-        remedy = "use fedppl.load(..., clients=) for the others, or compare fits over sites"
-        raise DeclarationError(f"rows of {some_of(here)} are here, and those of the other fits are not; {remedy}.")
-    found = {name: loo(fit) for name, fit in fits.items()}
-    if len({one.rows for one in found.values()}) > 1:
-        rows = {name: one.rows for name, one in found.items()}
-        raise DataError(f"fits are of {rows} rows; compare fits of the same outcomes.")
+def _compared(fits: Mapping[str, Fit], found: Mapping[str, Loo], elpd: Array | None) -> pd.DataFrame:
+    """Models ranked, by log densities of rows in one order (models, rows); without, `dse` is a bound."""
     totals, se = (np.array([getattr(one, field) for one in found.values()]) for field in ("elpd", "se"))
     best = int(np.argmax(totals))
+    if elpd is None:
+        dse, weight = np.where(np.arange(len(se)) == best, 0.0, se + se[best]), np.full(len(se), np.nan)
+        logger.warning(
+            "fedppl.loo_compare: of sums alone dse is a bound, se + se of the best, and there are no weights"
+        )
+    else:
+        dse = np.array([_se(row.sum(), (row**2).sum(), len(row)) for row in elpd[best] - elpd])
+        weight = _stacked(elpd)
     columns = {
         "elpd": totals,
         "se": se,
         "p_loo": [one.p_loo for one in found.values()],
         "elpd_diff": totals[best] - totals,
-        "dse": np.where(np.arange(len(se)) == best, 0.0, se + se[best]),
-        "weight": np.nan,
+        "dse": dse,
+        "weight": weight,
         "bad": [one.bad + one.very_bad for one in found.values()],
         "status": [one.status for one in found.values()],
     }
-    logger.warning("fedppl.loo_compare: of sums alone dse is a bound, se + se of the best, and there are no weights")
     return _ranked(columns, fits, "elpd")
+
+
+def _from_sums(fits: Mapping[str, Fit]) -> dict[str, Loo]:
+    """What sites told of each model, of as many rows."""
+    if here := [name for name, fit in fits.items() if not _is_elsewhere(fit)]:
+        remedy = "use fedppl.load(..., clients=) for the others, or compare fits over sites"
+        raise DeclarationError(f"rows of {some_of(here)} are here, and those of the other fits are not; {remedy}.")
+    found = {name: loo(fit) for name, fit in fits.items()}
+    rows = {name: one.rows for name, one in found.items()}
+    if len({*rows.values()}) > 1:
+        raise DataError(f"fits are of {rows} rows; compare fits of the same outcomes.")
+    return found
 
 
 def _warn(what: str, fit: Fit, bad: int, rows: int) -> None:
@@ -269,10 +267,6 @@ def _warn(what: str, fit: Fit, bad: int, rows: int) -> None:
         logger.warning("%s: the shared variables %s; see fedppl.search.holdout", what, why)
 
 
-def _of_sites(fit: Fit) -> dict[str, RowSums]:
-    return {k: RowSums(*map(float, told)) for k, told in told_sums(fit, "loo", "fedppl.loo").items()}
-
-
 def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[str, Rows]:
     require_arrived(fit, "fedppl.loo")
     if whole("draws", draws) * whole("chains", chains) < _FEWEST_DRAWS:
@@ -281,7 +275,7 @@ def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[
     if any(client.pymc_model().potentials for client in kinds.values()):
         raise DeclarationError("a pm.Potential has no rows to leave out; declare outcomes as observed (pm.CustomDist).")
     left_out = {}
-    for client_id in _with_rows(fit):
+    for client_id in with_rows(fit, "fedppl.loo"):
         drawn = fit.client(client_id, groups="log_likelihood", draws=draws, chains=chains, random_seed=random_seed)
         if drawn["posterior"].attrs.get("fedppl_point_estimate"):
             raise DeclarationError(
@@ -289,16 +283,6 @@ def _by_row(fit: Any, draws: int, chains: int, random_seed: int | None) -> dict[
             )
         left_out[client_id] = rows_of(drawn)
     return left_out
-
-
-def _with_rows(fit: Fit) -> list[str]:
-    """Clients that brought rows; the others are named in the log."""
-    brought = {client_id: has_rows(fit.clients[client_id]) for client_id in fit.client_ids}
-    if not any(brought.values()):
-        raise DeclarationError("all clients brought summaries of their rows, and no row can be left out.")
-    if others := [repr(client_id) for client_id, rows in brought.items() if not rows]:
-        logger.warning("not in fedppl.loo, since they brought summaries: %s", listed(others))
-    return [client_id for client_id, rows in brought.items() if rows]
 
 
 # Rows of one client left out one at a time, and their sums, which a site may send -------------------------------------
@@ -347,7 +331,7 @@ def sums_of(rows: Rows) -> RowSums:
 
 
 def implausible(sums: Array) -> str | None:
-    """Why sums of a site are impossible, or None.
+    """Why finite sums of a site are impossible, or None.
 
     >>> implausible(np.array([-3.0, 0.5, 2.0, 2.0, 0.0, 0.0, 5.0]))
     >>> implausible(np.array([-3.0, 0.5, 2.0, 1.0, 0.0, 0.0, 5.0]))
@@ -355,8 +339,6 @@ def implausible(sums: Array) -> str | None:
     """
     told = RowSums(*sums.tolist())
     counts = (told.good, told.bad, told.very_bad)
-    if not np.all(np.isfinite(sums)):
-        return "sums that are not finite"
     if min(counts) < 0 or told.rows < 1 or any(count % 1 for count in (told.rows, *counts)):
         return "numbers of rows that are none"
     if sum(counts) != told.rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,14 +15,11 @@ import xarray as xr
 from fedppl.model import graph as _graph
 from fedppl.model import interpreted
 from fedppl.model.client import ClientModel
-from fedppl.results.at_client import has_rows, observed_values, require_rows
-from fedppl.results.diagnostics import listed
+from fedppl.results.at_client import observed_values, require_rows, with_rows
 from fedppl.results.fit import Fit
 from fedppl.results.records import COHORT, require_arrived, told_sums
 from fedppl.settings import a_fit
 from fedppl.types import Array, DeclarationError
-
-logger = logging.getLogger(__name__)
 
 EDGES = np.linspace(0.0, 1.0, 11)  # of bins of predicted probabilities, the same at all clients; one belongs below
 _BINS = len(EDGES) - 1
@@ -112,12 +108,8 @@ def reliability(fit: Fit, *, draws: int = 1000, chains: int = 4, random_seed: in
         sums = told_sums(fit, "calibration", "fedppl.reliability")
     else:
         keywords: dict[str, Any] = {"draws": draws, "chains": chains, "random_seed": random_seed}
-        names = [name for name in fit.client_ids if has_rows(fit.clients[name])]
-        if others := [repr(name) for name in fit.client_ids if name not in names]:
-            logger.warning("not in fedppl.reliability, since they brought summaries: %s", listed(others))
+        names = with_rows(fit, "fedppl.reliability")
         sums = {name: counts_of(fit.clients[name], fit.client(name, **keywords)["posterior"]) for name in names}
-    if not sums:
-        raise DeclarationError("all clients brought summaries of their rows, which have no outcomes to compare with.")
     told = _unpacked(np.sum(list(sums.values()), axis=0))
     total = float(told.rows.sum())
     with np.errstate(invalid="ignore"):
@@ -174,7 +166,7 @@ def _counted(y: Array, p: Array, trials: Array, weights: Array) -> Array:
 
 
 def implausible(numbers: Array) -> str | None:
-    """Why sums of a site or a cohort are impossible, or None.
+    """Why finite sums of a site or a cohort are impossible, or None.
 
     >>> implausible(_counted(np.ones(2), np.array([0.31, 0.9]), np.ones(2), np.ones(2)))
     >>> implausible(_counted(np.full(2, 3.0), np.array([0.31, 0.9]), np.ones(2), np.ones(2)))
@@ -182,8 +174,6 @@ def implausible(numbers: Array) -> str | None:
     """
     told = _unpacked(np.asarray(numbers, dtype=float))
     slack = _ROUNDING * (1.0 + told.rows)
-    if not np.all(np.isfinite(numbers)):
-        return "sums that are not finite"
     if np.any(told.rows < 0) or told.rows.sum() <= 0:
         return "numbers of rows that are none"
     if np.any(told.observed < -slack) or np.any(told.observed > told.rows + slack):

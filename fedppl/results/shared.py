@@ -16,7 +16,7 @@ from fedppl.contracts import AnyAlgorithm, Draws, Point, Posterior, Sampler, coo
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.gaussian import Gaussian
 from fedppl.numerics.importance import jackknife, resample
-from fedppl.numerics.reweighting import Reweighted, is_trusted
+from fedppl.numerics.proposals import Reweighted, is_trusted
 from fedppl.numerics.streams import standard_normal, stream
 from fedppl.numerics.tolerances import MOST_SECOND_K, SCRAMBLES
 from fedppl.results import idata

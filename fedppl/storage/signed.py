@@ -211,6 +211,17 @@ class Memory(NamedTuple):
     keep: Callable[[str, bytes], None]
 
 
+def recalled(memory: Memory, name: str, what: str = "") -> Any:
+    """The content that was kept under a name, or None; errors call it `what`, by default its name."""
+    raw = memory.recall(name)
+    return None if raw is None else unpack(raw, what or repr(name), name)
+
+
+def keep(memory: Memory, name: str, content: Any) -> None:
+    """Keep a content under a name, signed."""
+    memory.keep(name, pack(content, name))
+
+
 def file_memory(folder: Path) -> Memory:
     """A memory of one file for each name, replaced in one step."""
 
@@ -218,10 +229,7 @@ def file_memory(folder: Path) -> Memory:
         path = folder / quote(name, safe="")
         return path.read_bytes() if path.exists() else None
 
-    def keep(name: str, raw: bytes) -> None:
-        replace(folder / quote(name, safe=""), raw)
-
-    return Memory(recall, keep)
+    return Memory(recall, lambda name, raw: replace(folder / quote(name, safe=""), raw))
 
 
 # A site's account: plain JSON with a signature by the owner's key -----------------------------------------------------

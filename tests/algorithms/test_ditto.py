@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import fedppl
-from fedppl.algorithms.averaging.ditto import DittoClientState
+from fedppl.algorithms.averaging.fedavg import DittoClientState
 from fedppl.numerics.streams import stream
 from fedppl.types import DeclarationError, Status
 from tests.algorithms.test_averaging import fitted, path

@@ -23,6 +23,7 @@ from fedppl import DeclarationError, FederatedModel, Policy
 from fedppl.contracts import Request
 from fedppl.engine import account as _account
 from fedppl.engine.guard import Ledger, Run, in_memory, let_out, tells
+from fedppl.flower import conclusions
 from fedppl.flower import node as _node
 from fedppl.flower.conclusions import read_told
 from fedppl.flower.decode import Malformed
@@ -124,14 +125,14 @@ def test_nothing_is_told_of_a_run_that_was_not_answered_or_of_a_q_that_is_far(tm
     model, clients = normal_means(2)
     fit(FakeGrid(nodes_of(tmp_path, model, clients)), model)
     folder = tmp_path / "client 0"
-    site = _node.Node("t", model, EP, lambda c: clients["client 0"], lambda c: "client 0", folder, 100, 4, TELLS)
+    site = _node.Node("one", model, EP, lambda c: clients["client 0"], lambda c: "client 0", folder, 100, 4, TELLS)
     run = json.loads((folder / "audit.jsonl").read_text().splitlines()[1])["run"]
     prior = model.enrol(clients, kernel=False)["client 0"].layout.prior
 
     def concluded(run: str, mean: float) -> Any:
         q = Gaussian(prior.precision @ np.array([mean]), prior.precision)
         texts = {"client_id": "client 0", "run": run, "seed": "1", "status": "converged"}
-        return _node.conclude(site, {}, file_memory(folder), (pack_target(q, q, 0.0), texts))[0]
+        return conclusions.conclude(site, {}, file_memory(folder), (pack_target(q, q, 0.0), texts))[0]
 
     assert not concluded("another", 0.0)
     assert refusals(folder)[-1].startswith("conclusion: no request of this run")

@@ -22,6 +22,7 @@ from fedppl.engine import account as _account
 from fedppl.engine.account import changed_rows, version_of
 from fedppl.engine.guard import REFUSED, Guard, admit, holdings, in_memory, numbers, released, summed, tally
 from fedppl.engine.policy import NO_RULES, Holdings
+from fedppl.flower import conclusions as _conclusions
 from fedppl.flower import node as _node
 from fedppl.flower import wire as _wire
 from fedppl.flower.node import Node
@@ -301,7 +302,7 @@ def test_under_the_default_a_site_without_masks_answers_no_message(tmp_path: Pat
     assert refused(sent(site, ask(1)))
     assert _node.agree(site, {}, memory, {})[1]["refused"] == REFUSED
     parcel = fedppl.local.target.pack_target(LAYOUT.prior, LAYOUT.prior, 0.0), CONCLUDING
-    assert _node.conclude(site, {}, memory, parcel) == ({}, {"client_id": "clinic 3"})
+    assert _conclusions.conclude(site, {}, memory, parcel) == ({}, {"client_id": "clinic 3"})
     assert "error" in _node.introduce(site, {}, memory, {})[1]
     assert not list(tmp_path.glob("*.nc"))
 
@@ -742,7 +743,7 @@ def test_what_a_site_keeps_is_its_owners(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         parcel = fedppl.local.target.pack_target(LAYOUT.prior, LAYOUT.prior, 0.0), CONCLUDING
-        _node.conclude(site_of(tmp_path), {}, file_memory(tmp_path), parcel)
+        _conclusions.conclude(site_of(tmp_path), {}, file_memory(tmp_path), parcel)
     finally:
         os.umask(before)
     files = list(tmp_path.iterdir())
@@ -1142,7 +1143,7 @@ def conclusion(site: Node, run: str, mean: float, cavity: float = 400.0) -> Any:
     q = Gaussian(np.array([cavity * mean]), np.array([[cavity]]))
     arrays = fedppl.local.target.pack_target(q, q, 0.0)
     texts = {"client_id": "clinic 3", "run": run, "seed": "1", "status": "converged"}
-    return _node.conclude(site, {}, file_memory(site.folder), (arrays, texts))
+    return _conclusions.conclude(site, {}, file_memory(site.folder), (arrays, texts))
 
 
 @pytest.mark.parametrize(
@@ -1150,7 +1151,7 @@ def conclusion(site: Node, run: str, mean: float, cavity: float = 400.0) -> Any:
 )
 def test_a_conclusion_that_cannot_be_read_is_logged_in_a_line(tmp_path: Path, changes: dict[str, str]) -> None:
     texts = {"client_id": "clinic 3", "run": "r", "seed": "1", "status": "converged", **changes}
-    arrays, told = _node.conclude(site_of(tmp_path), {}, file_memory(tmp_path), ({}, texts))
+    arrays, told = _conclusions.conclude(site_of(tmp_path), {}, file_memory(tmp_path), ({}, texts))
     assert not arrays and set(told) == {"client_id"}
     assert [line["refused"].partition(":")[0] for line in log_of(tmp_path)] == ["malformed"]
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 10_000
@@ -1199,7 +1200,7 @@ def test_a_conclusion_says_nothing_of_data_that_changed(tmp_path: Path) -> None:
         fedppl.local.target.pack_target(q, q, 0.0),
         {"client_id": "clinic 3", "run": "r", "seed": "1", "status": "converged"},
     )
-    assert _node.conclude(changed, {}, file_memory(tmp_path), parcel) == ({}, {"client_id": "clinic 3"})
+    assert _conclusions.conclude(changed, {}, file_memory(tmp_path), parcel) == ({}, {"client_id": "clinic 3"})
     assert not list(tmp_path.glob("*.nc"))
     assert refused(sent(changed, ask(2)))
     assert "its data are not those" in log_of(tmp_path)[-1]["refused"]
@@ -1214,7 +1215,7 @@ def test_a_run_that_goes_on_is_concluded_again_once(tmp_path: Path) -> None:
     for number in (1, 2):
         assert not refused(sent(site, ask(number)))
         for _ in range(3):
-            _node.conclude(site, {}, file_memory(tmp_path), parcel)
+            _conclusions.conclude(site, {}, file_memory(tmp_path), parcel)
     assert (tmp_path / "clinic%203.nc").exists()
     told = [line["refused"] for line in log_of(tmp_path) if line["event"] == "conclusion"]
     assert [rule is None for rule in told] == [True, False, False] * 2

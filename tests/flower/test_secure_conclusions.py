@@ -362,7 +362,7 @@ def test_a_site_that_stays_away_at_the_end_costs_the_sums_and_not_the_fit(
     with caplog.at_level(logging.WARNING):
         found = fit(grid_of(tmp_path, of_coins(), fault=fault), model, wait=2.0)
     assert found.status.ok and found.told == {COHORT: {}}
-    assert "client 2: it was absent" in caplog.text
+    assert "client 2: the site is not reachable" in caplog.text
     with pytest.raises(DeclarationError, match="conclusions="):
         fedppl.loo(found)
 
@@ -371,7 +371,17 @@ def site_of(base: Path, name: str, rules: Policy = BOTH) -> tuple[_node.Node, An
     model, clients = of_coins()
     folder = base / f"at {name}"
     here = _node.Node(
-        "t", model, fedppl.Sums(), lambda _: clients[name], lambda _: name, folder, 100, 2, rules, None, base / name
+        "of a cohort",
+        model,
+        fedppl.Sums(),
+        lambda _: clients[name],
+        lambda _: name,
+        folder,
+        100,
+        2,
+        rules,
+        None,
+        base / name,
     )
     return here, signed.file_memory(folder)
 
@@ -396,7 +406,7 @@ def ended(tmp_path: Path) -> tuple[Path, dict[str, Any], list[Any]]:
 
 def asked(base: Path, name: str, arrays: Any, texts: Mapping[str, str]) -> dict[str, Any]:
     here, memory = site_of(base, name)
-    told, about = _node.conclude(here, {}, memory, (arrays, {**texts, "client_id": name}))
+    told, about = conclusions.conclude(here, {}, memory, (arrays, {**texts, "client_id": name}))
     assert about == {"client_id": name}
     return dict(told)
 
@@ -432,7 +442,7 @@ def test_no_second_answer_about_another_q_and_no_masks_twice(ended: Any) -> None
     assert asked(base, "client 0", arrays["client 0"], {**texts, "seed": "7"}) == {}
     assert refused_by(base, "client 0")[-2:] == ["conclusion", "conclusion"]
     here, memory = site_of(base, "client 0")
-    assert _node.conclude(here, {}, memory, (arrays["client 0"], {**texts, "client_id": "client 1"}))[0] == {}
+    assert conclusions.conclude(here, {}, memory, (arrays["client 0"], {**texts, "client_id": "client 1"}))[0] == {}
     assert refused_by(base, "client 0")[-1] == "sums"
     assert asked(base, "client 0", arrays["client 0"], {**texts, "run": "another"}) == {}
     assert refused_by(base, "client 0")[-1] == "sums"

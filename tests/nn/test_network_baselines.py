@@ -23,9 +23,9 @@ torch = pytest.importorskip("torch")
 from fedppl import nn  # noqa: E402
 from fedppl.nn.algorithms.heads import langevin_steps  # noqa: E402
 from fedppl.nn.functional import pieces  # noqa: E402
-from fedppl.nn.head import head_of  # noqa: E402
 from fedppl.nn.personal import bayes_steps, further_gain, loss_at, meta_steps, moreau_steps  # noqa: E402
 from fedppl.nn.train import Training  # noqa: E402
+from fedppl.nn.unit import head_of  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 
 ALL = ("0.weight", "0.bias", "2.weight", "2.bias")

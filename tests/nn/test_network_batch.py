@@ -27,8 +27,8 @@ from fedppl import nn  # noqa: E402
 from fedppl.nn import batch, personal  # noqa: E402
 from fedppl.nn import train as single  # noqa: E402
 from fedppl.nn.batch import take_steps, train_together  # noqa: E402
-from fedppl.nn.head import head_of  # noqa: E402
 from fedppl.nn.train import Training, train  # noqa: E402
+from fedppl.nn.unit import head_of  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 
 BODY, HEAD = ("0.weight", "0.bias"), ("2.weight", "2.bias")

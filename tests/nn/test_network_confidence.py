@@ -23,10 +23,15 @@ torch = pytest.importorskip("torch")
 
 from fedppl import nn  # noqa: E402
 from fedppl.nn.functional import generator_of  # noqa: E402
-from fedppl.nn.head import expected_loss, features, head_of, head_slopes  # noqa: E402
 from fedppl.nn.personal import HeadSteps, head_posteriors, train_below  # noqa: E402
 from fedppl.nn.train import Training, outcomes, train  # noqa: E402
-from fedppl.nn.unit import log_likelihood  # noqa: E402
+from fedppl.nn.unit import (  # noqa: E402
+    expected_loss,
+    features,
+    head_of,
+    head_slopes,
+    log_likelihood,  # noqa: E402
+)
 from fedppl.nn.view import network_of  # noqa: E402
 
 BODY, HEAD = ("0.weight", "0.bias"), ("2.weight", "2.bias")

@@ -17,7 +17,8 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.models import fedsi  # noqa: E402
-from fedppl.nn import functional, head, train, view  # noqa: E402
+from fedppl.nn import functional, train, view  # noqa: E402
+from fedppl.nn import unit as _unit  # noqa: E402
 from fedppl.nn.personal import loss_at  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from tests.support import problems  # noqa: E402
@@ -239,9 +240,9 @@ def test_losses_and_features_take_some_rows_at_a_time(monkeypatch: pytest.Monkey
     unit = model.enrol(clients, kernel=False)["device 0"].view(network_of)
     X, y = clients["device 0"]["X"], clients["device 0"]["y"]
     W1, b1, W2, b2 = (value.detach().double().numpy() for value in unit.loaded(unit.initial).parameters())
-    last, sizes = head.head_of(unit, ("2.weight", "2.bias")), []
+    last, sizes = _unit.head_of(unit, ("2.weight", "2.bias")), []
     monkeypatch.setattr(functional, "_NUMBERS", 28)  # seven rows of four hidden units
-    for module in (train, head):
+    for module in (train, _unit):
 
         def counted(net: Any, state: Any, rows: Any, own: Any = module.call) -> Any:
             sizes.append(len(rows))
@@ -251,6 +252,6 @@ def test_losses_and_features_take_some_rows_at_a_time(monkeypatch: pytest.Monkey
     z = np.tanh(X @ W1.T + b1)
     loss = -log_softmax(z @ W2.T + b2, axis=1)[np.arange(len(y)), y].mean()
     assert_allclose(loss_at(unit, unit.initial, dtype=torch.float64), loss, rtol=1e-12)
-    found = head.features(unit, last, unit.initial, dtype=torch.float64)
+    found = _unit.features(unit, last, unit.initial, dtype=torch.float64)
     assert_allclose(found.numpy(), z, rtol=1e-12)
     assert sizes == [7, 7, 6] * 2

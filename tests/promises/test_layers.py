@@ -177,7 +177,7 @@ def test_modules_are_few_and_short() -> None:
     lengths = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in modules().items()}
     assert len(list(ROOT.glob("*.py"))) <= 12
     assert {module: length for module, length in lengths.items() if length > 700} == {}
-    assert len(lengths) <= 190
+    assert len(lengths) <= 180
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import fedppl
 from fedppl import DataError, DeclarationError, FederatedModel, gaussian
 from fedppl.contracts import LogEvidence, Posterior
 from fedppl.contracts.algorithm import WithoutClient
-from fedppl.numerics.reweighting import Reweighted
+from fedppl.numerics.proposals import Reweighted
 from fedppl.results import shared
 from fedppl.results.records import rounds_dataset
 from fedppl.testing import normal_means

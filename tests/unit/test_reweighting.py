@@ -13,15 +13,17 @@ from fedppl.gaussian import Gaussian
 from fedppl.numerics import importance
 from fedppl.numerics.proposals import (
     Proposal,
+    Reweighted,
     beyond,
     has_heavy_tails,
+    is_trusted,
     log_mixture,
     middle_of_t,
     points_of,
     propose,
     scrambles,
+    weigh_points,
 )
-from fedppl.numerics.reweighting import Reweighted, is_trusted, weigh_points
 from fedppl.numerics.tolerances import DEGREES, MOST_SECOND_K, SCRAMBLES
 from fedppl.types import Array
 

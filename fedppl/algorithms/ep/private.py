@@ -347,17 +347,10 @@ def _final_message(state: PrivateEPState, client_id: str) -> Message:
 
 def _told(state: PrivateEPState, client_id: str) -> Message:
     """q, and what was made of the client's last reply that counted: under masks the same for all."""
-    k = state.problem.where.get(client_id)
-    counted, step, share = (
-        (0.0, 0.0, 0.0) if k is None else (state.taken.counted[k], state.taken.steps[k], state.problem.prior_share)
-    )
-    numbers = {
-        "prior_share": share,
-        "run": state.problem.run,
-        "round": state.rounds + 1,
-        "counted": counted,
-        "step": step,
-    }
+    numbers = {"run": state.problem.run, "round": state.rounds + 1, "prior_share": 0.0, "counted": 0.0, "step": 0.0}
+    if (k := state.problem.where.get(client_id)) is not None:
+        numbers |= {"counted": state.taken.counted[k], "step": state.taken.steps[k]}
+        numbers |= {"prior_share": state.problem.prior_share}
     q = {"global_linear": state.q.linear, "global_precision": gaussian.pack_triangle(state.q.precision)}
     return {**q, **{name: np.array(float(value)) for name, value in numbers.items()}}
 
@@ -403,12 +396,8 @@ def private_step(
     rows = [state.problem.where[client_id] for client_id in received.names]
     if not rows:
         return state, Report(PrivateEPInfo("private EP", 0.0, 0.0, matching.damping, _relative(state), *epsilons))
-    q, m, count, weight = (
-        state.q,
-        state.problem.structure.size,
-        len(state.problem.where),
-        precision_weight(state, mechanism),
-    )
+    q, m, count = state.q, state.problem.structure.size, len(state.problem.where)
+    weight = precision_weight(state, mechanism)
     replies, counted, steps = (each.copy() for each in state.taken)
     replies[rows] += 1
     change = _summed_change(state, received.sums()["site"], weight, mechanism)
@@ -439,12 +428,9 @@ def _summed_change(state: PrivateEPState, total: Array, weight: float, mechanism
     """The sum of the changes of all sites that replied, as natural parameters with a full precision."""
     linear, packed = unwhiten(frame_of(state.q, state.problem.structure, weight), np.asarray(total, dtype=float)[None])
     change = Gaussian(linear[0], structure.unpack_precision(packed[0], state.problem.structure))
-    # Replies under shared noise are sites, of all clients.
-    return (
-        change
-        if mechanism.shared_by == 1
-        else gaussian.quotient(change, gaussian.quotient(state.q, state.problem.prior))
-    )
+    if mechanism.shared_by == 1:
+        return change
+    return gaussian.quotient(change, gaussian.quotient(state.q, state.problem.prior))  # replies are sites, of all
 
 
 def _longest_proper(q: Gaussian, change: Gaussian, longest: float, shortest: float) -> tuple[float, Gaussian]:

@@ -14,8 +14,7 @@ from fedppl.numerics import surrogate
 from fedppl.numerics import tolerances as common
 from fedppl.numerics.coordinates import Coordinates, declared, log_slope, to_phi
 from fedppl.numerics.importance import jackknife, normalise, second_derivatives, weighted_moments
-from fedppl.numerics.proposals import Proposal
-from fedppl.numerics.reweighting import Reweighted
+from fedppl.numerics.proposals import Proposal, Reweighted
 from fedppl.numerics.surrogate import Drawn, Surrogate
 from fedppl.types import Array
 

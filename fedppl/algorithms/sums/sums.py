@@ -39,8 +39,7 @@ from fedppl.local.target import at_target, pack_target
 from fedppl.numerics import tolerances as common
 from fedppl.numerics.coordinates import of_phi, to_phi
 from fedppl.numerics.importance import effective_size, jackknife, normalise, quadratic_terms, skewness, weighted_moments
-from fedppl.numerics.proposals import has_heavy_tails, whitened
-from fedppl.numerics.reweighting import Reweighted, is_trusted, second_k, weigh, weigh_points
+from fedppl.numerics.proposals import Reweighted, has_heavy_tails, is_trusted, second_k, weigh, weigh_points, whitened
 from fedppl.numerics.streams import whitened_points
 from fedppl.results.diagnostics import hardly_a_prior
 from fedppl.settings import some_of

@@ -20,8 +20,7 @@ from fedppl.numerics import importance
 from fedppl.numerics import tolerances as common
 from fedppl.numerics.coordinates import log_slope, to_phi
 from fedppl.numerics.importance import effective_size, normalise, weighted_moments
-from fedppl.numerics.proposals import has_heavy_tails
-from fedppl.numerics.reweighting import Reweighted, second_k
+from fedppl.numerics.proposals import Reweighted, has_heavy_tails, second_k
 from fedppl.numerics.surrogate import Drawn, Surrogate
 from fedppl.types import Array, as_declared
 

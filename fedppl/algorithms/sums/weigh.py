@@ -46,8 +46,7 @@ from fedppl.numerics.coordinates import (
 )
 from fedppl.numerics.importance import effective_size, normalise, quadratic_terms, skewness, weighted_moments
 from fedppl.numerics.integral import smooth_over, some_of
-from fedppl.numerics.proposals import Proposal, beyond, propose, whitened
-from fedppl.numerics.reweighting import Reweighted
+from fedppl.numerics.proposals import Proposal, Reweighted, beyond, propose, whitened
 from fedppl.numerics.streams import standard_normal
 from fedppl.numerics.surrogate import Drawn, Surrogate
 from fedppl.types import Array

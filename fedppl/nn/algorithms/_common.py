@@ -18,10 +18,9 @@ from fedppl.contracts.client import BatchFn
 from fedppl.local.target import at_points
 from fedppl.nn.batch import groups
 from fedppl.nn.functional import call, gradients, hooked, host, parts_of
-from fedppl.nn.head import head_of
 from fedppl.nn.personal import further_gain
 from fedppl.nn.train import GROWTH, Training, train
-from fedppl.nn.unit import NetworkUnit
+from fedppl.nn.unit import NetworkUnit, head_of
 from fedppl.nn.view import NetworkResult, Own, PersonaliseFn, network_of
 from fedppl.settings import between, positive, whole
 from fedppl.types import Array, DeclarationError, Layout, Message, Rng

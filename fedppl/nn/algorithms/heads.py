@@ -16,11 +16,10 @@ from fedppl.contracts import Algorithm, ClientUpdate, ClientView, Part, Point, R
 from fedppl.nn.algorithms import _common
 from fedppl.nn.batch import Flags, heads_rows, stacked, train_below_together
 from fedppl.nn.functional import Places, generator_of, host, taken
-from fedppl.nn.head import Head, expected_loss, features, head_of, without_head
 from fedppl.nn.personal import HeadSteps, head_posteriors, train_below
 from fedppl.nn.subnet import Subnetwork
 from fedppl.nn.train import Leaves, Training, batches, loss_at, require_bounded, require_no_rise
-from fedppl.nn.unit import NetworkUnit
+from fedppl.nn.unit import Head, NetworkUnit, expected_loss, features, head_of, without_head
 from fedppl.nn.view import Own, network_of, own_of
 from fedppl.settings import between, described, flag, positive, whole
 from fedppl.types import Array, Layout, LocalFailure, Message, Rng
