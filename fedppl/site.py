@@ -47,7 +47,10 @@ def make(folder: Path, name: str) -> str:
     try:
         file = open_to_write(path, os.O_EXCL)
     except FileExistsError as error:
-        raise DeclarationError(f"{str(path)!r} is there, and is made once; move it away to make a new one.") from error
+        there = read(folder)
+        line = _line(there.name, there.identity.public_key().public_bytes_raw())
+        rule = f"is there, and is made once: its public line is {line!r}"
+        raise DeclarationError(f"{str(path)!r} {rule}; move it away to make a new one.") from error
     with file:
         write_through(file, f"{_line(name, made.private_bytes_raw())}\n".encode())
     return _line(name, made.public_key().public_bytes_raw())
@@ -56,6 +59,9 @@ def make(folder: Path, name: str) -> str:
 def add(folder: Path, line: str) -> str:
     """Add a site's public line to the roster in a folder, and return the site's name."""
     path, where = folder / ROSTER, f"line {one_line(line, 60)!r}"
+    if not folder.is_dir():
+        remedy = f"make the site's identity first, python -m fedppl.site identity {folder}"
+        raise DeclarationError(f"folder {str(folder)!r} is none; {remedy}.")
     known = _roster(path)
     name, key = _parsed(line, where)
     _require_new(name, key, known, where)

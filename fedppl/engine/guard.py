@@ -233,7 +233,7 @@ def where_asked(algorithm: AnyAlgorithm, layout: Layout, message: Message) -> As
 
 
 def _too_many(rules: Policy, ledger: Ledger) -> str | None:
-    rule = f"requests: {ledger.requests} answered, at most {rules.requests:g} wanted"
+    rule = f"requests: {ledger.requests} answered, at most {rules.requests:g} wanted; raise requests= to allow more"
     return None if ledger.requests < rules.requests else rule
 
 

@@ -328,7 +328,8 @@ def InProcess(*, workers: int | None = None, policy: Policy | None = None, secur
     secure
         Whether the server gets nothing but sums over all clients, added under masks that pairs of clients share, as a
         rehearsal of sites that want it. It needs at least three clients and an algorithm whose server reads sums
-        alone, such as `fedppl.Sums`; all clients are asked in every round, each alone.
+        alone, such as `fedppl.Sums`; all clients are asked in every round, each alone. The data are here all the
+        same: what is computed from them after the fit (`Fit.influence`, `conflict`) does not fail, as it would there.
 
     Returns
     -------

@@ -113,7 +113,7 @@ class _Awaited(Generic[T]):
         if isinstance(count, tuple):
             clients += f"; missing {sorted(set(count) - set(self.answers))}"
             count = len(count)
-        refused = "".join(f"; {client_id!r} was refused: {why}" for client_id, why in self.refused.items())
+        refused = "".join(f"; {client_id!r} was refused: {why.rstrip('.')}" for client_id, why in self.refused.items())
         waited = f"{self._call.doing} within {self._wait:g} s ({clients}){refused}"
         remedy = "Start the missing sites and look at their logs, or raise wait=."
         return f"only {len(self.answers)} of {count} sites {waited}. {remedy}"
@@ -351,6 +351,11 @@ def _agreed_in_sums(
     if not all(0 <= count <= _masks.MOST_ROWS for count in counts):
         raise DeclarationError("counts of the cohort are none: a site has other code, or lies; ask sites one by one.")
     cohort = of_sum(built, counts, sums, max(min_count, *fewest))
+    for name, column in cohort.items():
+        if column.text and (rows := column.rows - sum(column.levels.values())):
+            rule = f"at none of the levels {list(column.levels)[:8]} that are named and have enough rows"
+            remedy = "if sites spell levels in another way, mend it there; else name more in formula(levels=...)"
+            logger.warning("column %r: %d of %d rows are %s; %s", name, rows, column.rows, rule, remedy)
     outcome = built.terms.response.columns[0]
     fixed = {name: levels for name, levels in built.levels.items() if name == outcome}
     return replace(of_told(model, {"the cohort": cohort}, withheld, fixed=fixed), clients=names)

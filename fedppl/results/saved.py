@@ -301,9 +301,7 @@ def drawn_of(fit: Any) -> dict[str, xr.Dataset]:
 def stored_draws(fit: Ended, client_id: str, drawing: Drawing, *, predict: Any, groups: Any) -> Any:
     """Posterior of a client whose data are not here: the draws in the file, or an error with the remedy."""
     if fit.drawn is None:
-        remedy = (
-            "its posterior is drawn there, into a file in its client_app's folder: give client_app a folder= for it"
-        )
+        remedy = "its posterior is drawn there, into a file in the folder= of its client_app: read it there"
         raise DeclarationError(f"client {client_id!r} is a site of its own; {remedy}.")
     reason = ""
     if client_id not in fit.drawn:

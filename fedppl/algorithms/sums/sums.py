@@ -294,7 +294,7 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
             return _searched(state._replace(void=void), phase, nothing, pilot, None)
         message = (
             f"sums need all {count} clients, and {received.clients} answered: mend what fit.records[-1].failures says, "
-            "ask all, without participation=, reporting= or a short deadline=, or use fedppl.EP(), which keeps sites"
+            "ask all (no participation=, reporting=, short deadline=), or use fedppl.EP() where single replies leave"
         )
         return _reported(state._replace(void=void), _info(phase), message)
     sums = received.sums()
