@@ -91,7 +91,11 @@ def client_app(
     >>> from fedppl.testing import normal_means
     >>> model, clients = normal_means()
     >>> app = fedppl.Flower.client_app(
-    ...     model, fedppl.EP(), lambda config: clients[config["client-id"]], folder=lambda config: config["folder"]
+    ...     model,
+    ...     fedppl.Sums(),
+    ...     lambda config: clients[config["client-id"]],
+    ...     folder=lambda config: config["folder"],
+    ...     secure=lambda config: config["secure"],
     ... )
 
     Notes

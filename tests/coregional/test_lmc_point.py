@@ -153,7 +153,7 @@ def test_coefficients_count_as_known_and_slab_sd_as_given() -> None:
     w, shared = found["mean"].values[0], fit.state.shared
     design = fit.clients["unit 0"].view(unit_of).at(shared.kernel, {"X": NEW})
     wide = np.moveaxis(w[:, None, None] * design.projection, 0, 1).reshape(len(NEW), -1)
-    joint = joint_covariance(fit.state.totals, shared.inclusion)
+    joint = joint_covariance(fit.state.phase.totals, shared.inclusion)
     variance = np.sum((wide @ joint) * wide, axis=1) + w**2 @ design.conditional
     said = curves.predict(fit, "unit 0", {"X": NEW})
     assert_allclose(said["mean"], wide @ shared.mean.ravel(), rtol=1e-8)
