@@ -519,7 +519,7 @@ SINGLE: dict[str, tuple[Any, str]] = {
     "conflict": (lambda fit: fedppl.conflict(fit), "sums alone"),
     "without": (lambda fit: fedppl.without(fit, "client 1", progressbar=False), "sums alone"),
     "its picture": (lambda fit: fedppl.plots.influence(fit), "sums alone"),
-    "a site's posterior": (lambda fit: fit.client("client 1"), "file in its client_app's folder"),
+    "a site's posterior": (lambda fit: fit.client("client 1"), "drawn there"),
     "rows": (lambda fit: fedppl.plots.check(fit), "clients="),
 }
 
