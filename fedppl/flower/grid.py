@@ -123,6 +123,7 @@ class GridEngine:
         self._diagnostics: dict[str, set[str]] = {}  # names of those that each client has sent
         self._cohort: dict[str, Sequence[_secure.Part]] = {}  # by run the parts of its counts, where sums are secure
         self._counted: set[str] = set()  # runs in which all have answered a request, and so know the counts
+        self._gated: set[str] = set()  # runs in which a round was void
         self._roll.enrol()
 
     def clients(self) -> tuple[str, ...]:
@@ -167,10 +168,12 @@ class GridEngine:
             counts = self._joined(run, deadline, end)
             if run not in self._counted:
                 parcels = _beside(parcels, ({}, _masks.pack_parts(counts)))
-            if _masks.is_gated(counts):
+            if run in self._gated or _masks.is_gated(counts):
                 parcels = _beside(parcels, self._gate(parcels, deadline, end))
             parts = self._from_all(ASK, parcels, deadline, end, read, "its reply cannot be read", heard)
         except _Missing as missing:
+            # A site that passes `few_rows` alone at the prior's mean may fail it elsewhere: from now on in sums.
+            self._gated.add(run)
             return _secure.void(missing.reasons)
         self._counted.add(run)
         return _secure.summed(parts, shapes)

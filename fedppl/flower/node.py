@@ -420,10 +420,10 @@ def _answered(
 
 
 def _of_cohort(node: Node, guard: _guard.Guard, here: Enrolled, place: _masks.Place, request: Request) -> _guard.Guard:
-    """The guard with what the cohort has, and with sums of its rows' vectors where a site in it fails alone."""
+    """The guard with what the cohort has, and with sums of its rows' vectors where a site failed alone, or may."""
     cohort = _guard.summed(here.client.view(_guard.tally), place.counts[:-1], len(place.names))
     guard = guard._replace(cohort=cohort)
-    if not place.counts[-1]:
+    if not (place.counts[-1] or place.gate):
         return guard
     return guard._replace(sums=lambda at: _masks.sum_of_sealed(files_of(node)[0], place, request))
 
@@ -453,9 +453,8 @@ def _gated(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel
     if (kept["round"], kept.get("digest")) == (request.round, digest):
         _guard.note(guard, None, **entry, repeated=True)
         return kept["arrays"], kept["texts"]
-    if request.round <= kept["round"] or not place.counts[-1]:
-        why = f"a gate in round {request.round} after {kept['round']}" if place.counts[-1] else "nobody needs a gate"
-        refuse(guard, entry, f"round: {why}")
+    if request.round <= kept["round"]:
+        refuse(guard, entry, f"round: a gate in round {request.round} after {kept['round']}")
         return None
     if not _declaration_admitted(node, guard):
         return None

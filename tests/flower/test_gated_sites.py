@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pymc as pm
 import pytest
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 
 pytest.importorskip("flwr")
 
@@ -245,11 +246,50 @@ def test_numbers_that_a_member_does_not_have_are_noise_to_the_others(tmp_path: P
         assert total[0] == 1 and total[3] == 15 and np.all(np.abs(total[1:3]) > 2**10)
 
 
-def test_nobody_answers_a_gate_that_nobody_needs(tmp_path: Path) -> None:
+def test_sites_that_pass_alone_need_no_gate_and_answer_one(tmp_path: Path) -> None:
     server = Server(tmp_path, "honest")
     assert not masks.is_gated(server.counts)
-    assert server.gate("site 0") == "round"
     assert isinstance(server.ask("site 0", []), np.ndarray)
+    assert isinstance(server.gate("site 0", 2), secure.Part)
+
+
+def falls(days: Any, dose: Any, fallen: Any) -> Any:
+    """Counts with exposure; away from the prior's mean a row with a large dose has almost all of the slope."""
+    with pm.Model() as model:
+        beta = pm.Normal("beta", 0, 1.5, shape=2)
+        rate = pm.math.exp(-3.5 + beta[0] + beta[1] * pm.Data("dose", dose)) * pm.Data("days", days)
+        pm.Poisson("falls", rate, observed=pm.Data("fallen", fallen))
+    return model
+
+
+def test_a_site_that_fails_alone_away_from_the_prior_s_mean_is_looked_at_in_sums_from_then_on(tmp_path: Path) -> None:
+    """A site of ten rows beside larger ones: one round is void, and the posterior is the one without a policy."""
+    rng, sizes = np.random.default_rng(2), dict(zip(NAMES, (150, 110, 80, 60, 10), strict=True))
+    data = {}
+    for name, rows in sizes.items():
+        days, dose = rng.uniform(10, 200, rows).round(), rng.normal(0, 1.0, rows)
+        data[name] = {"days": days, "dose": dose, "fallen": rng.poisson(days * np.exp(-3.5 - 0.4 * dose))}
+    model = fedppl.FederatedModel(falls, ["beta"])
+    remember(model, {"a": {name: np.ones(2, dtype=np.asarray(v).dtype) for name, v in data["site 0"].items()}})
+    identities(tmp_path, NAMES)
+    app = fedppl.Flower.client_app(
+        model,
+        fedppl.Sums(),
+        lambda config: data[config["client-id"]],
+        folder=lambda config: tmp_path / f"at {config['client-id']}",
+        secure=lambda config: tmp_path / str(config["client-id"]),
+        draws=50,
+        chains=2,
+    )
+    grid = FakeGrid({10 + i: node(app, 10 + i, **{"client-id": name}) for i, name in enumerate(NAMES)})
+    engine = engine_of(grid, model, len(NAMES), deadline=60.0, wait=60.0, secure=True)
+    found = fedppl.fit(model, None, engine=engine, progressbar=False, random_seed=1)
+    here = fedppl.fit(model, data, fedppl.Sums(starts=1), progressbar=False, random_seed=1)
+    assert found.status is here.status is fedppl.Status.CONVERGED
+    assert [list(record.failures) for record in found.records if record.failures] == [["site 4"]]
+    assert 0 < kinds(grid).count(GATE) < kinds(grid).count(ASK)
+    sd = gaussian.standard_deviations(here.posterior)
+    assert_allclose(gaussian.mean(found.posterior) / sd, gaussian.mean(here.posterior) / sd, rtol=0, atol=1e-6)
 
 
 def test_a_site_that_was_killed_before_it_answered_a_gate_has_the_same_part(
