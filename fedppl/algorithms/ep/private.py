@@ -124,8 +124,8 @@ def PrivateEP(
     q's. What the noise does to q's precision is not, and stays below half of it in a round.
 
     *When this fails.* With few clients the noise swamps the data: at ε = 3 it takes some 200 to 1,000 that share it for
-    sds below twice those without noise, and twelve learn nothing (``docs/privacy.md``). Where ``clip`` binds to the end, q is too wide. It
-    begins at the prior without a warm start, and a prior that is very wide costs releases.
+    sds below twice those without noise, and twelve learn nothing (``docs/privacy.md``). Where ``clip`` binds to the
+    end, q is too wide. It begins at the prior without a warm start, and a prior that is very wide costs releases.
 
     References
     ----------
@@ -472,7 +472,7 @@ def _judge(state: PrivateEPState, info: PrivateEPInfo, arrived: bool, mechanism:
         helpers = len(state.problem.where) - mechanism.shared_by
         spent += f", against the server with {helpers} sites; {info.epsilon_alone:.3g} against the server alone"
     change = max(info.change_mean, info.change_sd)
-    few = "no damped step keeps q positive definite: too much noise for so few clients: more of them, a larger ε, or a lower clip="
+    few = "no damped step keeps q positive definite, by the noise of so few clients; enrol more, or lower clip="
     hidden = f"the noise, {info.noise:.2g} posterior sds, hides whether q arrived; enrol more clients"
     moved = f"the last round moved sds or means by {change:.2g} sds; raise rounds= and releases=, or clip="
     status, message = first_ending(
