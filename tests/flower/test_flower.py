@@ -614,7 +614,7 @@ def test_local_coords_stay_at_the_site() -> None:
 def test_a_sites_posterior_is_not_at_the_server() -> None:
     model, clients = normal_means(2)
     result = fit(FakeGrid(nodes_of(model, clients)), model, 2)
-    with pytest.raises(DeclarationError, match=r"is a site of its own.*client_app a folder="):
+    with pytest.raises(DeclarationError, match=r"is a site of its own.*folder= of its client_app"):
         result.client("client 0")
     assert "theta" in result.new_client({"y": np.ones(3)})["posterior"]  # but data that are here can be used
 
