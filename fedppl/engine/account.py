@@ -83,6 +83,9 @@ class _Account:
             account = {"clients": {}, "lines": 0, "head": audit.Head().digest, "idle": 0}
         if self._head is None:
             self._head = self._checked_log(account["lines"], account["head"])
+            if self._head.length > account["lines"]:  # before another line: a process may die here again and again
+                account |= {"lines": self._head.length, "head": self._head.digest}
+                write_account(self._path, account)
         return account, self._head
 
     def _checked_log(self, count: int, digest: str) -> audit.Head:

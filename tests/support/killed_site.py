@@ -54,6 +54,11 @@ def until_done(act: Callable[[], bytes], usual: float, rng: np.random.Generator,
     return left
 
 
+def _log_of(path: Path) -> list[object]:
+    """The last lines of the site's log, to see why it refused."""
+    return list(audit.lines(path.with_name("audit.jsonl")))[-4:]
+
+
 def main(folder: Path, kills: int) -> None:
     """Runs of some rounds, until there were so many kills."""
     logging.getLogger("fedppl").setLevel(logging.CRITICAL)
@@ -90,6 +95,7 @@ def main(folder: Path, kills: int) -> None:
                 return told.words.tobytes() if isinstance(told, sums.Words) else told.encode()
 
             left = until_done(answer, usual, rng, seen)
+            assert len(left[-1]) % 8 == 0, (left, _log_of(path))
             seen["rounds"] += 1
             log = audit.lines(path.with_name("audit.jsonl"))
             admitted = [
