@@ -515,10 +515,9 @@ def tally(client: Any) -> Tally:
 
 def pooled(tallies: Sequence[Tally]) -> Holdings:
     """Rows and events of all clients together, or DeclarationError where they count other outcomes."""
-    vectors = [numbers(counts) for counts in tallies]
-    if len({len(vector) for vector in vectors}) > 1:
+    if len({tuple(rule for rule, _ in counts.kinds) for counts in tallies}) > 1:
         raise DeclarationError(OTHER_COUNTS)
-    return summed(tallies[0], np.sum(vectors, axis=0), len(tallies))
+    return summed(tallies[0], np.sum([numbers(counts) for counts in tallies], axis=0), len(tallies))
 
 
 OTHER_COUNTS = (

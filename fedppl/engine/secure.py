@@ -292,7 +292,7 @@ def masked(member: Member, words: Words, number: int, asked: bytes = b"") -> tup
 
 def noise(member: Member, words: int, number: int, asked: bytes = b"") -> Words:
     """Words that nobody knows but the member, always the same for what was `asked` in a round."""
-    key = hashlib.sha256(b"fedppl noise" + b"".join(map(_framed, member.keys.values()))).digest()
+    key = hashlib.sha256(b"fedppl noise" + b"".join(_framed(key) for _, key in sorted(member.keys.items()))).digest()
     return _stream(key, number, asked, words)
 
 

@@ -49,8 +49,7 @@ class Place(NamedTuple):
     member: secure.Member
     names: tuple[str, ...]  # of the cohort
     digest: str  # of the greetings
-    counts: Array  # of rows and outcomes, and of sites that fail `few_rows` alone, summed over the cohort; empty before
-    # the members' parts have come
+    counts: Array  # the cohort's, of rows, outcomes, and sites that fail `few_rows` alone; empty before parts have come
     gate: Sequence[secure.Part] = ()  # sealed parts that came with a request
 
 

@@ -744,3 +744,57 @@ def test_the_default_algorithm_of_secure_sums_is_the_one_by_sums(tmp_path: Path)
     here = fedppl.fit(model, clients, engine=fedppl.InProcess(secure=True), progressbar=False, random_seed=1)
     assert at_sites.algorithm.name == here.algorithm.name == "Sums"
     assert at_sites.status is here.status is fedppl.Status.CONVERGED
+
+
+@pytest.mark.parametrize("on_dropout", ["stop", "new cohort"])
+def test_a_site_that_is_gone_ends_the_run_or_the_others_begin_anew(on_dropout: str, tmp_path: Path) -> None:
+    """The fit of the others is theirs alone, and their policies count a second set of sites."""
+    model, clients = normal_means(4)
+    names = tuple(clients)
+    identities(tmp_path, names)
+    app = fedppl.Flower.client_app(
+        model,
+        fedppl.Sums(),
+        lambda config: clients[config["client-id"]],
+        folder=lambda config: tmp_path / f"at {config['client-id']}",
+        policy=OPEN,
+        secure=lambda config: tmp_path / str(config["client-id"]),
+        draws=50,
+        chains=2,
+    )
+    asked = itertools.count()
+
+    def fault(message: FlowerMessage, node_id: int) -> Any:
+        return 5 if node_id == 13 and message.metadata.message_type == ASK and next(asked) else None
+
+    grid = FakeGrid({10 + i: node(app, 10 + i, **{"client-id": name}) for i, name in enumerate(names)}, fault)
+    seen: list[Any] = []
+    server = fedppl.Flower.server_app(
+        model,
+        fedppl.Sums(),
+        clients=list(names),
+        example_data={"y": np.ones(2)},
+        secure=True,
+        on_dropout=on_dropout,
+        on_fit=lambda result, context: seen.append(result),
+    )
+    context = node(app, 0).context
+    context.run_config = {"random_seed": 1, "wait": 1.0, "deadline": 60.0}
+    if on_dropout == "stop":
+        with pytest.raises(DeclarationError, match=f"{names[3]}.*checkpoint"):
+            server(grid, context)
+        assert not seen
+        return
+    server(grid, context)
+    (found,) = seen
+    others = {name: clients[name] for name in names[:3]}
+    here = fedppl.fit(model, others, fedppl.Sums(starts=1), progressbar=False, random_seed=1)
+    assert found.status is fedppl.Status.CONVERGED and found.client_ids == names[:3]
+    sd = gaussian.standard_deviations(here.posterior)
+    assert_allclose(gaussian.mean(found.posterior) / sd, gaussian.mean(here.posterior) / sd, rtol=0, atol=0.05)
+    sets = [
+        line["members"]
+        for line in audit.lines(tmp_path / f"at {names[0]}" / "audit.jsonl")
+        if line["event"] == "cohort"
+    ]
+    assert sets == [list(names), list(names[:3])]
