@@ -25,6 +25,7 @@ from fedppl.engine import secure
 _NAMES = ("east", "north", "süd", "west")
 _VICTIM = "north"
 _ROUNDS = 5  # of a run
+_LONGER = 1.2  # after each kill
 
 
 def killed_after(seconds: float, act: Callable[[], bytes]) -> bytes | None:
@@ -47,9 +48,11 @@ def killed_after(seconds: float, act: Callable[[], bytes]) -> bytes | None:
 def until_done(act: Callable[[], bytes], usual: float, rng: np.random.Generator, seen: dict[str, int]) -> list[bytes]:
     """All that leaves where a process is killed at random moments, and started again until it has answered twice."""
     left: list[bytes] = []
+    longest = 1.5 * usual
     while len(left) < 2:
-        answer = killed_after(float(rng.uniform(0.0, 1.5)) * usual, act)
+        answer = killed_after(float(rng.uniform(0.0, longest)), act)
         seen["kills"] += answer is None
+        longest *= _LONGER if answer is None else 1.0  # a start after a kill takes longer: some answer has to be done
         left += [] if answer is None else [answer]
     return left
 
