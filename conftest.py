@@ -24,7 +24,7 @@ from tests.support import c_sources  # noqa: E402  # it loads NumPy
 
 c_sources.read_once()
 
-collect_ignore = ["tests/deployed"]
+collect_ignore = ["tests/deployed", "tests/deployed_sums"]
 if importlib.util.find_spec("torch") is None:
     collect_ignore += ["fedppl/nn", "models/fedsi.py"]
 if importlib.util.find_spec("flwr") is None:

@@ -31,7 +31,6 @@ from fedppl.storage import signed
 from fedppl.storage.signed import Memory, file_memory
 from fedppl.types import LocalFailure
 from tests.support import problems
-from tests.support.fake_grid import FakeGrid, engine_of, node, remember
 from tests.support.markers import slow_but
 
 OPEN = Policy(sums="optional", rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf)
@@ -273,10 +272,14 @@ def app_of(folder: Path, **given: Any) -> Any:
 
 
 def test_no_single_reply_leaves_unless_the_policy_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("flwr")
     for given in ({}, {"policy": None}, {"policy": Policy()}, {"policy": opened(sums="required")}):
         with pytest.raises(DeclarationError, match=IN_THE_CLEAR):
             app_of(tmp_path, **given)
     app_of(tmp_path, policy=SINGLE)
+
+
+def test_no_single_reply_leaves_a_process_unless_the_policy_says_so() -> None:
     with pytest.raises(DeclarationError, match="sums.*secure=True.*optional"):
         fedppl.fit(MODEL, CLIENTS, fedppl.EP(), engine=fedppl.InProcess(policy=Policy()), progressbar=False)
 
@@ -291,6 +294,9 @@ def test_a_policy_that_is_read_later_is_held_to_as_well(tmp_path: Path, given: s
         "file": path,
         "function to a file": lambda config: path,
     }[given]
+    pytest.importorskip("flwr")
+    from tests.support.fake_grid import FakeGrid, engine_of, node, remember
+
     remember(MODEL, CLIENTS)
     grid = FakeGrid({1: node(app_of(tmp_path / "site", policy=chosen), 1, **{"client-id": "clinic 3"})})
     with pytest.raises(DeclarationError, match=IN_THE_CLEAR):
