@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import functools
 import os
 import stat
 import sys
@@ -108,15 +109,21 @@ def _private(path: Path) -> str:
 
 def _roster(path: Path) -> dict[str, bytes]:
     """Public identities by name; lines that are empty or begin with # are none."""
-    roster: dict[str, bytes] = {}
     written = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return dict(_members(written, str(path)))
+
+
+@functools.lru_cache(maxsize=8)
+def _members(written: str, path: str) -> tuple[tuple[str, bytes], ...]:
+    """Names and identities of a roster, once in a process: a site reads its own at each request."""
+    roster: dict[str, bytes] = {}
     for number, line in enumerate(written.splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
-            where = f"line {number} of {str(path)!r}"
+            where = f"line {number} of {path!r}"
             name, key = _parsed(line, where)
             _require_new(name, key, roster, where)
             roster[name] = key
-    return roster
+    return tuple(roster.items())
 
 
 def _parsed(line: str, where: str) -> tuple[str, bytes]:
