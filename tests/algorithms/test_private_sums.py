@@ -202,6 +202,7 @@ def test_shared_noise_is_refused_in_the_clear_and_in_a_small_cohort() -> None:
 
 @pytest.mark.parametrize("secure", [False, True])
 def test_shared_noise_is_refused_by_a_grid_without_masks_or_sites(secure: bool) -> None:
+    pytest.importorskip("flwr")
     model, _ = normal_means(4)
     factory = fedppl.Flower.grid(object(), clients=4, model=model, example_data={"y": [0.0, 1.0]}, secure=secure)
     with pytest.raises(DeclarationError, match="the cohort has 4" if secure else "secure=True"):
