@@ -167,9 +167,10 @@ class Policy:
 
     Of a design that nobody chose to attack with: if all coefficients are shared, replies are functions of the rows, and
     a server that stays inside every limit can learn enough to solve for some of them. Covariates of few values are the
-    worst case: a few replies tell how many rows have each combination. Of continuous ones ``docs/privacy.md`` has the
-    rows that were found. Only `epsilon` bounds the information for all data; a model with local coefficients reveals
-    less. The policy restricts the server's requests, not the code that runs at the site.
+    worst case: a few replies tell how many rows have each combination. Of continuous ones
+    ``docs/attacks_measured.md`` has the rows that were found. Only `epsilon` bounds the information for all data; a
+    model with local coefficients reveals less. The policy restricts the server's requests, not the code that runs at
+    the site.
     """
 
     sums: str = "required"

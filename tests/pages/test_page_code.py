@@ -136,10 +136,11 @@ PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "trial_protocol": of_a_trial,
 }
 # Pages whose code takes more than eight CPU seconds, most of them to compile.
-SLOW = {"curves", "formulas", "models", "networks", "plots", "summaries", "trial_protocol"}
+SLOW = {"curves", "fedlmc_ss", "formulas", "models", "networks", "plots", "summaries", "trial_protocol"}
 # Pages that tests of their own run, block by block or whole. Folders stand for all pages in them.
 ELSEWHERE = {
     "README.md": "formulas/test_formulas.py::test_the_readme_s_code_runs_as_pasted",
+    "docs/attacks_measured.md": "pages/test_privacy_doc.py::test_the_code_of_attacks_measured_runs",
     "docs/callbacks.md": "run/test_callbacks.py::test_every_recipe_of_the_page_is_run",
     "docs/coming_from": "pages/test_coming_from.py::test_a_page_s_code_runs_as_pasted",
     "docs/deployment.md": "pages/test_deployment_page.py::test_every_block_of_the_page_is_one_of_these",

@@ -1,9 +1,8 @@
-"""The page on privacy: its code runs, and its table has the bytes that runs record."""
+"""The pages on privacy and on attacks: their code runs, and the table has the bytes that runs record."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +15,10 @@ from fedppl.engine.policy import NO_RULES
 from fedppl.types import LocalFailure
 from tests import cases
 from tests.cases import CASES, rows
-from tests.support import problems
+from tests.support import page, problems
 
-PAGE = (Path(__file__).parents[2] / "docs" / "privacy.md").read_text(encoding="utf-8")
+DOCS = page.ROOT / "docs"
+PAGE = (DOCS / "privacy.md").read_text(encoding="utf-8")
 
 
 def formulas() -> dict[str, tuple[str, str]]:
@@ -27,7 +27,7 @@ def formulas() -> dict[str, tuple[str, str]]:
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == 5 and cells[2].startswith(("`8", "`0")):
-            found[cells[0]] = tuple(re.sub(r"([\dS]) (?=[mtpnLST(])", r"\1 * ", cells[i].strip("`")) for i in (2, 4))
+            found[cells[0]] = tuple(re.sub(r"([\dS])(?=[mtpnLST(])", r"\1 * ", cells[i].strip("`")) for i in (2, 4))
     return found
 
 
@@ -138,14 +138,25 @@ def test_bytes_of_private_ep_are_those_of_the_ledger(form: Any, p: int) -> None:
     assert set(rounds["released"].values) == {f"site ({3 + p})"}
 
 
+def in_order(name: str) -> int:
+    """Run a page's blocks one after the other, and return how many there are."""
+    names: dict[str, Any] = {}
+    blocks = page.blocks(DOCS / f"{name}.md")
+    for number, block in enumerate(blocks, start=1):
+        page.run(block, f"docs/{name}.md, block {number}", names)
+    return len(blocks)
+
+
 @pytest.mark.slow
 @problems.few_rounds
 def test_the_code_on_the_page_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    assert blocks
-    namespace: dict[str, Any] = {}
-    for number, block in enumerate(blocks, start=1):
-        exec(compile(block, f"docs/privacy.md, block {number}", "exec"), namespace)  # noqa: S102
+    assert in_order("privacy") >= 2
+
+
+@pytest.mark.slow
+@problems.few_rounds
+def test_the_code_of_attacks_measured_runs() -> None:
+    assert in_order("attacks_measured") >= 8
 
 
 def test_of_an_exception_only_the_type_travels() -> None:

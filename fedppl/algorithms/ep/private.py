@@ -97,20 +97,9 @@ def PrivateEP(
     operating system and not from the request's seed, which the server chose and could use to subtract it: **equal seeds
     do not give equal numbers here**.
 
-    *Why a single reply is private* (`shared_by` = 1). A client's v_k follows from its data and from what it was asked:
-    its cavity is q over its own site without noise, which is such a number too. So s_k is a Gaussian mechanism of
-    sensitivity 2 C. What it sends is the change of s_k against what it told before, which follows from its earlier
-    releases and the server's own steps.
-
-    *Why a sum is private* (n = `shared_by` > 1). Masks let a server, and sites that help it, see the sum of the s_k
-    over all honest sites of a cohort, and nothing else of them. If one client's data are replaced, and all sums so far
-    are given, no other client's v_k changes: it follows from that client's data and from what was asked, which follows
-    from the sums. So the sum is a Gaussian mechanism of sensitivity 2 C, and its noise has an sd of at least z C if at
-    least n of the cohort are honest. This is why a cavity has no noise of the client's own in its site: of the others'
-    noise the sum tells something, and v_k would then move with it. It is also why a reply is then s_k and no change: a
-    server that had two sites take different steps would see one's earlier release in the difference. All take part in
-    every round, so that the server knows the sum of the sites in q. Against the server alone the multiplier is
-    z √(K / n). Each reply is rounded to multiples of 2⁻⁶⁰ under masks, 10⁻¹² times the least noise that is allowed.
+    A client's v_k follows from its data and from what it was asked, and noise of its own is not in its cavity. So s_k,
+    and the sum of them over honest sites given all sums so far, is a Gaussian mechanism of sensitivity 2 C;
+    ``docs/attacks_measured.md`` has the proof. Against the server alone the multiplier is z √(K / n).
 
     The count of releases is the client's personal state. At a site of Flower's it lies in the site's folder and counts
     over all runs; who deletes it grants the budget anew. In one process it counts one run, and lies in that run's
