@@ -78,9 +78,9 @@ def in_memory(rules: Policy, client_id: str, cohort: Holdings | None = None, sum
 
 
 def of_query(guard: Guard, digest: str) -> Guard:
-    """The guard of rows that are read by a query: each line of its log has the digest. LocalFailure where a rule refuses.
+    """The guard of a site that reads rows by a query: all lines of its log have the digest, which is "" without one.
 
-    `digest` is "" where rows come by no query.
+    LocalFailure where the policy does not list the query; no rows are read.
     """
 
     def write(ledger: Ledger, entry: Mapping[str, Any]) -> None:
