@@ -281,9 +281,9 @@ def _column(name: str, cells: Sequence[Any], *, as_date: bool) -> pd.Series[Any]
         return pd.Series([None if cell is None else str(cell) for cell in cells], dtype=object)
     numbers = np.array(cells, dtype=float)  # None becomes NaN
     beyond = np.abs(numbers) >= _EXACT
-    if types & {int, decimal.Decimal} and np.any(beyond & (numbers == np.floor(numbers))):
+    if any(not isinstance(cells[row], float) for row in np.flatnonzero(beyond & np.isfinite(numbers))):
         remedy = "cast it to text where it names something, or to double precision, in the query"
-        raise DataError(f"column {name!r} holds whole numbers beyond 2⁵³, which would be rounded; {remedy}.")
+        raise DataError(f"column {name!r} holds numbers beyond 2⁵³, which would lose digits; {remedy}.")
     is_whole = bool(np.all(numbers == np.floor(numbers))) and not np.any(beyond)
     return pd.Series(numbers.astype(np.int64) if is_whole else numbers)
 
