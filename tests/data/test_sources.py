@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import datetime
 import decimal
-import os
-import shutil
-import socket
 import sqlite3
-import subprocess
 import sys
-import tempfile
-import time
 import traceback
 import uuid
 from collections.abc import Iterator
@@ -25,6 +19,7 @@ import pytest
 import fedppl
 from fedppl import DataError, DeclarationError, Policy, sources
 from fedppl.data.sources import _table
+from tests.support.postgres import started
 
 ROWS = [  # id, a decimal, four bytes, a text, a truth, whole where nobody is missing, a date, a time with a zone
     (3, 1.25, 0.1, None, True, 2.0, "2023-05-01", "2023-05-01 10:00:00+02:00"),
@@ -88,53 +83,10 @@ def test_the_same_rows_are_the_same_arrays(tmp_path: Path, made: Any) -> None:
     same(made(tmp_path)({"file": "clinic.duckdb"}))
 
 
-def _binary(name: str) -> str | None:
-    places = [os.environ.get("PATH", ""), *map(str, Path("/usr/lib/postgresql").glob("*/bin"))]
-    return shutil.which(name, path=os.pathsep.join(places))
-
-
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[str]:
-    """Address of a PostgreSQL of this machine, on loopback, whose user `reader` has a password."""
-    pytest.importorskip("sqlalchemy")
-    psycopg = pytest.importorskip("psycopg")
-    initdb, server = _binary("initdb"), _binary("postgres")
-    if initdb is None or server is None:
-        pytest.skip("PostgreSQL is not installed here: Debian's package postgresql has it")
-    folder = Path(tempfile.mkdtemp())  # not pytest's: others may not enter that
-    user: dict[str, Any] = {}
-    if sys.platform != "win32" and os.getuid() == 0:  # it refuses to run as root
-        user = {"user": "nobody", "group": "nogroup", "extra_groups": []}
-        shutil.chown(folder, "nobody", "nogroup")
-    (folder / "password").write_text("Zimt&Zucker")
-    (folder / "password").chmod(0o644)
-    data = folder / "data"
-    made = subprocess.run(
-        [initdb, "-D", data, "-U", "reader", "-A", "scram-sha-256", f"--pwfile={folder}/password", "-E", "UTF8"],
-        capture_output=True, text=True, cwd=folder, timeout=120, **user,
-    )  # fmt: skip
-    if made.returncode:
-        shutil.rmtree(folder)
-        pytest.skip(f"PostgreSQL does not start here: {made.stderr[-200:]}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [server, "-D", data, "-p", str(port), "-k", folder, "-h", "127.0.0.1", "-F"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder, **user)
-    url, end = f"postgresql://reader:Zimt%26Zucker@127.0.0.1:{port}/postgres", time.monotonic() + 60
-    try:
-        while True:
-            try:
-                psycopg.connect(url).close()
-                break
-            except psycopg.OperationalError:
-                assert time.monotonic() < end and process.poll() is None, "PostgreSQL did not come up"
-                time.sleep(0.1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-        shutil.rmtree(folder)
+    """Address of a PostgreSQL of this machine."""
+    yield from started()
 
 
 def test_rows_of_a_real_postgresql_are_those_of_a_file(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:

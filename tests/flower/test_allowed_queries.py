@@ -56,7 +56,7 @@ def run(databases: Path, folder: Path, query: str, rules: Mapping[str, Policy]) 
     server = fedppl.Flower.server_app(MODEL, fedppl.EP(), clients=3, on_fit=lambda fit, context: seen.append(fit))
     nodes = {10 + i: node(site, 10 + i, **{"client-id": name}) for i, name in enumerate(NAMES)}
     context = node(site, 0).context
-    context.run_config = {"random_seed": 1, "wait": 1.0, "deadline": 0.05, "rounds": 2}
+    context.run_config = {"random_seed": 1, "wait": 1.0, "deadline": 0.05}
     grid = FakeGrid(nodes)
     server(grid, context)
     return grid, seen
@@ -68,8 +68,8 @@ def test_a_listed_query_is_answered_and_stands_in_the_log_with_its_run(databases
     for name in NAMES:
         lines = list(audit.lines(tmp_path / name / "audit.jsonl"))
         assert {line["query"] for line in lines} == set(LISTED.allowed_queries or ())
-        assert any(line["event"] == "request" and line["round"] == 2 for line in lines if "round" in line)
-    assert len(fit.records) == 2
+        rounds = {line.get("round") for line in lines if line["event"] == "request" and line["refused"] is None}
+        assert {record.number for record in fit.records} <= rounds
 
 
 def test_a_changed_query_is_refused_before_it_is_asked(databases: Path, tmp_path: Path) -> None:
