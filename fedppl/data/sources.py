@@ -281,7 +281,7 @@ def _column(name: str, cells: Sequence[Any], *, as_date: bool) -> pd.Series[Any]
         return pd.Series([None if cell is None else str(cell) for cell in cells], dtype=object)
     numbers = np.array(cells, dtype=float)  # None becomes NaN
     beyond = np.abs(numbers) >= _EXACT
-    if any(not isinstance(cells[row], float) for row in np.flatnonzero(beyond & np.isfinite(numbers))):
+    if any(not isinstance(cells[row], float) for row in np.flatnonzero(beyond & np.isfinite(numbers)).tolist()):
         remedy = "cast it to text where it names something, or to double precision, in the query"
         raise DataError(f"column {name!r} holds numbers beyond 2⁵³, which would lose digits; {remedy}.")
     is_whole = bool(np.all(numbers == np.floor(numbers))) and not np.any(beyond)
