@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -59,6 +60,6 @@ def started() -> Iterator[str]:
                 time.sleep(0.1)
         yield url
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGINT)  # it waits for no connection that a failing test left open
         process.wait(timeout=60)
         shutil.rmtree(folder)
