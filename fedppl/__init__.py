@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fedppl.algorithms.sums.sums import Sums
     from fedppl.contracts import Algorithm
     from fedppl.coregional import curves
+    from fedppl.data import sources
     from fedppl.engine import policy
     from fedppl.engine.inprocess import InProcess
     from fedppl.engine.policy import Policy
@@ -40,8 +41,8 @@ __all__ = [
     "FederatedModel", "Fit", "HM1Gradient", "InProcess", "NotConvergedError", "Policy", "Prior", "PrivateEP",
     "Round", "Status", "Sums", "agree", "averaging", "calibrate", "compare", "conflict", "contrast", "covariance",
     "curves", "data", "fit", "formula", "hypotheses", "load", "local", "loo", "loo_compare", "marginal_effects",
-    "metrics", "one_shot", "plots", "policy", "privacy", "reliability", "rounds", "search", "summaries", "table",
-    "warm_up", "without",
+    "metrics", "one_shot", "plots", "policy", "privacy", "reliability", "rounds", "search", "sources", "summaries",
+    "table", "warm_up", "without",
 ]  # fmt: skip
 
 
@@ -61,6 +62,7 @@ _SPACES = {
     "policy": ("fedppl.engine.policy", "", ""),
     "privacy": ("fedppl.privacy", "", ""),
     "search": ("fedppl.search", "", ""),
+    "sources": ("fedppl.data.sources", "", ""),
     "summaries": ("fedppl.model.summaries", "", ""),
 }
 

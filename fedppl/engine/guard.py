@@ -23,7 +23,7 @@ from fedppl.engine.few_rows import refuse_model, refuse_points
 from fedppl.engine.policy import Holdings, Policy, Release
 from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.storage import codec as _digest
-from fedppl.types import Array, DeclarationError, Layout, Message
+from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,22 @@ def in_memory(rules: Policy, client_id: str, cohort: Holdings | None = None, sum
 
     masked = cohort is not None
     return Guard(policy.resolved(rules, masked=masked), lambda: ledger[0], write, masked, cohort, sums)
+
+
+def of_query(guard: Guard, digest: str) -> Guard:
+    """The guard of a site that reads rows by a query: all lines of its log have the digest, which is "" without one.
+
+    LocalFailure where the policy does not list the query; no rows are read.
+    """
+
+    def write(ledger: Ledger, entry: Mapping[str, Any]) -> None:
+        guard.write(ledger, {**entry, "query": digest} if entry and digest else entry)
+
+    asking = guard._replace(write=write)
+    if rule := policy.refuse_query(guard.policy, digest):
+        note(asking, rule, event="query")
+        raise LocalFailure(rule)
+    return asking
 
 
 def note(guard: Guard, rule: str | None, **entry: Any) -> None:

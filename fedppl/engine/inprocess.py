@@ -361,6 +361,8 @@ def InProcess(*, workers: int | None = None, policy: Policy | None = None, secur
     count = whole("workers", workers) if workers is not None else (os.cpu_count() or 1)
     if policy is not None and not isinstance(policy, Policy):
         raise DeclarationError(f"policy={shown(policy)} must be a fedppl.Policy, such as fedppl.policy.read(path).")
+    if policy is not None and policy.allowed_queries is not None:
+        raise DeclarationError("policy= has allowed_queries, and in one process rows are given; leave them out of it.")
     return Threads(count, policy, flag("secure", secure))
 
 

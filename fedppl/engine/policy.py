@@ -99,6 +99,9 @@ class Policy:
         Digests of allowed declarations, as `ClientModel.declaration` and the site's log have them; None allows the one
         that the site's app declares. A digest covers all that the densities compute, constants included; of a formula
         its text.
+    allowed_queries
+        Digests of allowed queries, as ``fedppl.sources.sql(...).digest`` and the site's log have them; None allows any,
+        and rows that no source of `fedppl.sources` reads. For sites alone: in one process rows are given.
     requests
         Most requests that are answered, over all runs.
     distance
@@ -180,6 +183,7 @@ class Policy:
     parameters_per_row: float = 0.05
     events: int = 5
     declarations: tuple[str, ...] | None = None
+    allowed_queries: tuple[str, ...] | None = None
     requests: float = 20
     distance: float = 10.0
     cavity: float = 2.0
@@ -209,11 +213,12 @@ class Policy:
         if self.epsilon is not None:
             settings.positive("epsilon", self.epsilon, "leave it out to allow algorithms without known ε")
         settings.between("delta", self.delta, 0, 1, hint="take it well below 1 / number of clients")
-        if self.declarations is not None:
-            digests = self.declarations
+        for name in ("declarations", "allowed_queries"):
+            if (digests := getattr(self, name)) is None:
+                continue
             if not isinstance(digests, list | tuple) or not digests or not all(isinstance(d, str) for d in digests):
-                raise DeclarationError(f"declarations={settings.shown(digests)} must be a list of digests, or None.")
-            object.__setattr__(self, "declarations", tuple(digests))
+                raise DeclarationError(f"{name}={settings.shown(digests)} must be a list of digests, or None.")
+            object.__setattr__(self, name, tuple(digests))
         conclusions = self.conclusions
         if not isinstance(conclusions, list | tuple) or not all(name in CONCLUSIONS for name in conclusions):
             raise DeclarationError(f"conclusions={settings.shown(conclusions)} must be a list of {CONCLUSIONS}.")
@@ -346,6 +351,19 @@ def refuse_declaration(policy: Policy, digest: Callable[[], str]) -> str | None:
     if fingerprint in policy.declarations:
         return None
     return f"declarations: {fingerprint} is not listed; add it to allow this model"
+
+
+def refuse_query(policy: Policy, digest: str) -> str | None:
+    """The rule that the query by which a site reads its rows breaks, or None; `digest` is "" where there is no query.
+
+    >>> refuse_query(Policy(allowed_queries=["9e1c"]), "b07a")
+    'allowed_queries: b07a is not listed; read the query, and add its digest to allow it'
+    """
+    if policy.allowed_queries is None or digest in policy.allowed_queries:
+        return None
+    if not digest:
+        return "allowed_queries: load_data= is no query; pass a source, such as fedppl.sources.sql(url, query)"
+    return f"allowed_queries: {digest} is not listed; read the query, and add its digest to allow it"
 
 
 def refuse_algorithm(policy: Policy, algorithm: AnyAlgorithm) -> str | None:

@@ -14,7 +14,8 @@ from flwr.clientapp import ClientApp
 
 from fedppl import site
 from fedppl.contracts import Algorithm, AnyAlgorithm
-from fedppl.engine.policy import NO_RULES, Policy, read
+from fedppl.data.sources import Source
+from fedppl.engine.policy import NO_RULES, Policy, read, refuse_query
 from fedppl.flower import conclusions as _conclusions
 from fedppl.flower import messages as _messages
 from fedppl.flower import node as _node
@@ -24,7 +25,7 @@ from fedppl.flower.node import Node
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import shown, whole
 from fedppl.storage.signed import Memory, file_memory
-from fedppl.types import DeclarationError
+from fedppl.types import DeclarationError, LocalFailure
 
 
 def client_app(
@@ -51,7 +52,8 @@ def client_app(
     algorithm
         The algorithm, with the same settings at every site and at the server.
     load_data
-        Your function from the site's node config to its data, name to array. It runs at the site.
+        Your function from the site's node config to its data, name to array, or a source such as `fedppl.sources.sql`,
+        whose digest the policy can list (`allowed_queries`) and the audit log has. It runs at the site.
     client_id
         Function from the node config to this client's id; by default its entry ``client-id``, or nothing where
         the server knows the site by its authenticated name; of a site with `secure` the name of its identity.
@@ -140,8 +142,10 @@ def client_app(
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         rules = chosen if isinstance(chosen, Policy) else Policy() if chosen is None else read(chosen)
         its_files = None if secure is None else Path(files or "no folder")  # never in the clear because of a typo
+        query = load_data.digest if isinstance(load_data, Source) else ""
+        load = load_data if refuse_query(rules, query) is None else _unread  # a worker loads before it answers
         return Node(
-            token, federated_model, algorithm, load_data, id_of, path, draws, chains, rules, kind_here, its_files
+            token, federated_model, algorithm, load, id_of, path, draws, chains, rules, kind_here, its_files, query
         )
 
     # Flower copies the app to its workers: no closure here may hold data, compiled models or locks.
@@ -156,6 +160,10 @@ def client_app(
     register(app, reply)
     declared[app] = node
     return app
+
+
+def _unread(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    raise LocalFailure("rows are not read by a query that the policy does not list; the audit log has its digest")
 
 
 def _named(files: Any) -> str:

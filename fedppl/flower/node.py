@@ -58,6 +58,7 @@ class Node(NamedTuple):
     policy: Policy
     kind: str | None = None  # of client, where it is declared
     secure: Path | None = None  # folder of identity and roster, where it answers under masks alone
+    query: str = ""  # digest of what `load_data` asks, where that is a source
 
 
 class Enrolled(NamedTuple):
@@ -140,7 +141,8 @@ def account_of(node: Node, config: Mapping[str, Any]) -> Iterator[_guard.Guard |
         return
     with FileLock(node.folder / "site.lock", timeout=_PATIENCE, mode=0o600):
         masked = node.secure is not None
-        yield _account.in_folder(node.policy, node.folder, node.client_id(config), masked=masked)
+        guard = _account.in_folder(node.policy, node.folder, node.client_id(config), masked=masked)
+        yield _guard.of_query(guard, node.query)
 
 
 def require_masks(secure: Path | None, rules: Policy) -> None:

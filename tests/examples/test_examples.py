@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 import fedppl
-from examples import air_temperature, battery, student_performance, trial, turbofan
+from examples import air_temperature, battery, omop, student_performance, trial, turbofan
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,6 +100,14 @@ def of_trial(printed: str, last: dict[str, Any]) -> None:
     assert f"'weight' at client '{trial.POUNDS}'" in printed and "in kg, odd: 0" in printed
 
 
+def of_omop(printed: str, last: dict[str, Any]) -> None:
+    assert last["status"] == "converged" and f'allowed_queries = ["{last["query"]}"]' in printed
+    assert 0.95 < sum(last["rows"].values()) / sum(omop.HOSPITALS.values()) <= 1
+    for name, truth in omop.TRUTH.items():
+        mean, sd = last["log_odds"][name if name in last["log_odds"] else f"center({name})"]
+        assert abs(mean - truth) < 3 * sd
+
+
 class Example(NamedTuple):
     """A script, options that make it small, what it has to say in the end, and what it needs."""
 
@@ -107,16 +115,17 @@ class Example(NamedTuple):
     options: tuple[str, ...]
     holds: Callable[[str, dict[str, Any]], None]
     data: str = ""  # folder of its data set, where it has one
-    torch: bool = False
+    package: str = ""  # that it needs beside the others
 
 
 EXAMPLES = {
     "quickstart": Example("quickstart", (), of_quickstart),
     "trial": Example("trial", (), of_trial),
+    "omop": Example("omop", (), of_omop, package="duckdb"),
     "hospitals": Example(
         "hospitals", ("--hospitals", "4", "--patients", "240", "--rounds", "30", "--seed", "1"), of_hospitals
     ),
-    "digits": Example("digits", ("--rounds", "3"), of_digits, torch=True),
+    "digits": Example("digits", ("--rounds", "3"), of_digits, package="torch"),
     "student performance": Example("student_performance", ("--quick",), of_students, "student_performance"),
     "battery": Example("battery", ("--quick", "--central"), of_batteries, "sanyo48_battery"),
     "air temperature": Example("air_temperature", ("--quick", "--averaging", "3"), of_stations, "south_coast_air_temp"),
@@ -132,8 +141,8 @@ def test_every_example_is_in_the_list() -> None:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES])
 def test_an_example_runs_and_holds_what_it_shows(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     example, options = EXAMPLES[name], list(EXAMPLES[name].options)
-    if example.torch:
-        pytest.importorskip("torch")
+    if example.package:
+        pytest.importorskip(example.package)
     if example.data:
         folder: Path = request.getfixturevalue("data_dir")
         if not (folder / example.data).is_dir():

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import sqlite3
 import ssl
 import subprocess
 import sys
@@ -36,6 +37,7 @@ BLOCKS = {
     "keys": ("bash", "openssl req"),
     "app": ("python", "fedppl.local.NUTS()"),
     "formula": ("python", "fedppl.formula("),
+    "rows": ("python", "fedppl.sources.sql("),
     "logs": ("python", "logging.Formatter"),
     "environment": ("ini", "FEDPPL_KEY_FILE="),
     "services": ("ini", "ExecStart="),
@@ -129,6 +131,22 @@ def test_an_app_of_a_formula(tmp_path: Path) -> None:
     for name, config in places.items():
         # Sites tell what they agree on before they know the name that their key has.
         assert {"site.told", "site.agreement", f"{name}.nc"} <= {path.name for path in Path(config["folder"]).iterdir()}
+
+
+def test_rows_of_a_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sqlalchemy")
+    connection = sqlite3.connect(tmp_path / "clinic.db")
+    rows = pd.DataFrame(
+        {"died": ["no", "yes"], "age": [71, 80], "arm": ["drug", None], "seen": ["2024-05-01", "2025-01-01"]}
+    )
+    rows.to_sql("trial", connection, index=False)
+    connection.close()
+    monkeypatch.setenv("CLINIC", f"sqlite:///{tmp_path / 'clinic.db'}")
+    names = run("rows", os=os, MODEL=fedppl.formula("died ~ age * arm + (1 | site)", family="bernoulli"))
+    assert names["COHORT"]().to_dict("list") == {"died": ["no"], "age": [71], "arm": ["drug"]}
+    assert names["COHORT"].digest in capsys.readouterr().out
 
 
 def test_lines_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
