@@ -115,8 +115,8 @@ def _reader() -> Any:
 
 def _bare(kind: str, case: Any) -> str | None:
     """The decoding alone."""
-    from fedppl.flower import decode as _decode
-    from fedppl.flower import wire as _wire
+    from fedppl.sites import decode as _decode
+    from fedppl.sites import wire as _wire
     from fedppl.run.one_round import why_not
     from tests.support import malformed
 

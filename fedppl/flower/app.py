@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 import flwr  # noqa: F401  # so that `fedppl.Flower` itself raises where Flower is not installed
 
 if TYPE_CHECKING:
-    from fedppl.flower.client_app import client_app
-    from fedppl.flower.enrolment import agree
-    from fedppl.flower.grid import grid, server_app
+    from fedppl.flower.apps import client_app
+    from fedppl.sites.enrolment import agree
+    from fedppl.sites.engine import grid, server_app
     from fedppl.flower.warm import warm_app
 
 __all__ = ["agree", "client_app", "grid", "server_app", "warm_app"]
 
 # Loaded on use: a process with `warm_app` has no time for what the others import.
 _NAMES = {
-    "agree": "fedppl.flower.enrolment",
-    "client_app": "fedppl.flower.client_app",
-    "grid": "fedppl.flower.grid",
-    "server_app": "fedppl.flower.grid",
+    "agree": "fedppl.sites.enrolment",
+    "client_app": "fedppl.flower.apps",
+    "grid": "fedppl.sites.engine",
+    "server_app": "fedppl.sites.engine",
     "warm_app": "fedppl.flower.warm",
 }
 

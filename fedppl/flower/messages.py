@@ -15,8 +15,8 @@ from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-from fedppl.flower import decode as _decode
-from fedppl.flower.decode import Malformed, Parcel
+from fedppl.sites import decode as _decode
+from fedppl.sites.decode import Malformed, Parcel
 from fedppl.settings import one_line
 from fedppl.types import Message
 

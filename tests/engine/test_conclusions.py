@@ -23,10 +23,10 @@ from fedppl import DeclarationError, FederatedModel, Policy
 from fedppl.contracts import Request
 from fedppl.engine import account as _account
 from fedppl.engine.guard import Ledger, Run, in_memory, let_out, tells
-from fedppl.flower import conclusions
-from fedppl.flower import node as _node
-from fedppl.flower.conclusions import read_told
-from fedppl.flower.decode import Malformed
+from fedppl.sites import conclusions
+from fedppl.sites import node as _node
+from fedppl.sites.conclusions import read_told
+from fedppl.sites.decode import Malformed
 from fedppl.flower.messages import CONCLUDE
 from fedppl.gaussian import Gaussian
 from fedppl.local.target import pack_target

@@ -24,7 +24,7 @@ from flwr.app import Message as FlowerMessage
 import fedppl
 from fedppl import Algorithm, DeclarationError, FederatedModel, audit, gaussian
 from fedppl.engine.policy import NO_RULES
-from fedppl.flower.grid import GridEngine
+from fedppl.sites.engine import GridEngine
 from fedppl.flower.messages import ASK, HELLO, from_content, to_content
 from fedppl.model.template import compilations
 from fedppl.models import fedlmc_ss

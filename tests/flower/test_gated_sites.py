@@ -23,7 +23,7 @@ from fedppl import Policy, audit, gaussian
 from fedppl.contracts import Failure, Request
 from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED
-from fedppl.flower import masks, wire
+from fedppl.sites import masks, wire
 from fedppl.flower.messages import ASK, GATE, GREET, JOIN, from_content, to_content
 from fedppl.numerics.streams import client_seed
 from fedppl.storage import signed

@@ -22,9 +22,9 @@ import fedppl
 from fedppl import DataError, DeclarationError, Policy, audit, gaussian, site
 from fedppl.engine import account, secure
 from fedppl.engine.guard import REFUSED
-from fedppl.flower import masks, wire
+from fedppl.sites import masks, wire
 from fedppl.flower.messages import AGREE, ASK, GREET, HELLO, JOIN, from_content, to_content
-from fedppl.flower.site_agreement import named
+from fedppl.sites.site_agreement import named
 from fedppl.formulas.exchange import flat, in_sum, of_sum, sizes
 from tests.support.fake_grid import FakeGrid, node
 

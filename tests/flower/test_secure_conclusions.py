@@ -24,8 +24,8 @@ import fedppl
 from benchmarks._attacks import poisoned
 from fedppl import DeclarationError, FederatedModel, Policy
 from fedppl.engine import secure
-from fedppl.flower import conclusions, masks
-from fedppl.flower import node as _node
+from fedppl.sites import conclusions, masks
+from fedppl.sites import node as _node
 from fedppl.flower.messages import ASK, CONCLUDE, from_content
 from fedppl.results.records import COHORT
 from fedppl.storage import signed
@@ -242,7 +242,7 @@ def test_one_site_whose_policy_names_less_keeps_the_sum_from_all(
     model, _ = of_coins()
     rules = dict.fromkeys(NAMES, BOTH) | {"client 1": dataclasses.replace(BOTH, conclusions=("calibration",))}
     grid = grid_of(tmp_path, of_coins(), rules)
-    with caplog.at_level(logging.INFO, "fedppl.flower.grid"):
+    with caplog.at_level(logging.INFO, "fedppl.sites.engine"):
         found = fit(grid, model)
     assert found.status.ok and set(found.told[COHORT]) == {"calibration"}
     assert fedppl.reliability(found).rows == 120

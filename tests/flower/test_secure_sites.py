@@ -26,8 +26,8 @@ from fedppl import DeclarationError, Policy, audit, gaussian, site
 from fedppl.contracts import Failure, Reply, Request
 from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED
-from fedppl.flower import conclusions, masks, wire
-from fedppl.flower.decode import Parcel
+from fedppl.sites import conclusions, masks, wire
+from fedppl.sites.decode import Parcel
 from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GREET, HELLO, JOIN, from_content, to_content
 from fedppl.numerics.streams import client_seed
 from fedppl.storage import signed

@@ -24,7 +24,7 @@ from numpy.testing import assert_array_equal
 pytest.importorskip("flwr")
 
 import fedppl
-from fedppl.flower import node as sites
+from fedppl.sites import node as sites
 from fedppl.flower import warm, worker
 from fedppl.flower.messages import CONCLUDE, HELLO, from_content
 from fedppl.storage import codec
@@ -413,7 +413,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
     own = sites.Node(
         "t", normal_means(1)[0], fedppl.EP(), lambda c: None, lambda c: "a", site, 10, 1, fedppl.policy.NO_RULES
     )
-    monkeypatch.setattr("fedppl.flower.client_app.answer", lambda *arguments: ({"a": np.zeros(2**21)}, {}))
+    monkeypatch.setattr("fedppl.flower.apps.answer", lambda *arguments: ({"a": np.zeros(2**21)}, {}))
     here, there = _pair()
     with here, there, (tmp_path / "log").open("w+b") as log:
         monkeypatch.setattr(worker, "_STDERR", log.fileno())
@@ -474,7 +474,7 @@ class Blind(Connection):
 
 def test_who_does_not_look_at_the_workers_proof_is_refused(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
-    monkeypatch.setattr("fedppl.flower.client_app.answer", lambda *arguments: served.append(arguments))
+    monkeypatch.setattr("fedppl.flower.apps.answer", lambda *arguments: served.append(arguments))
     serving = parts.serve()
     with Blind(os.dup(parts.here.fileno())) as blind:
         blind.recv_bytes(0)

@@ -19,9 +19,9 @@ from numpy.testing import assert_array_equal
 
 from fedppl import FederatedModel
 from fedppl.contracts import Failure, Reply, Request
-from fedppl.flower import decode as _decode
-from fedppl.flower.decode import Malformed
-from fedppl.flower.wire import (
+from fedppl.sites import decode as _decode
+from fedppl.sites.decode import Malformed
+from fedppl.sites.wire import (
     Terms,
     other_model,
     other_terms,

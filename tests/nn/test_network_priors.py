@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.algorithms.averaging.fedavg import LocalClientState  # noqa: E402
-from fedppl.flower import node as _node  # noqa: E402
+from fedppl.sites import node as _node  # noqa: E402
 from fedppl.model.interpreted import PYTHON_MODE  # noqa: E402
 from fedppl.models import fedsi  # noqa: E402
 from fedppl.nn.algorithms import _common  # noqa: E402

@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.app import Message as FlowerMessage
 
 import fedppl
-from fedppl.flower.grid import GridEngine, GridSettings, ServerModel
+from fedppl.sites.engine import GridEngine, GridSettings, ServerModel
 from fedppl.flower.messages import HELLO
 from tests.support import malformed
 from tests.support.fake_grid import FakeGrid, Node, node

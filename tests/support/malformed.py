@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl.contracts import Reply, Request, SharedReader
-from fedppl.flower import wire as _wire
+from fedppl.sites import wire as _wire
 from fedppl.gaussian import Gaussian
 from fedppl.model.checks import PROBES, fingerprint, probes
 from fedppl.types import Layout, Variable

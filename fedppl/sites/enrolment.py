@@ -14,11 +14,11 @@ from flwr.app import RecordDict
 from flwr.serverapp import Grid
 
 from fedppl.engine import secure as _secure
-from fedppl.flower import masks as _masks
-from fedppl.flower import site_agreement as _site
-from fedppl.flower.decode import checked_name, whole_number
+from fedppl.sites import masks as _masks
+from fedppl.sites import site_agreement as _site
+from fedppl.sites.decode import checked_name, whole_number
 from fedppl.flower.messages import AGREE, HELLO, Letter, Post, from_content, read_letter, texts_of
-from fedppl.flower.wire import Terms, other_model, other_terms, other_version, shapes_of_hello, unpack_told
+from fedppl.sites.wire import Terms, other_model, other_terms, other_version, shapes_of_hello, unpack_told
 from fedppl.formulas.exchange import asked, of_sum, sizes
 from fedppl.formulas.formula import Agreed, of_told
 from fedppl.model.declaration import FederatedModel

@@ -17,7 +17,7 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import Failure, Reply, Request
-from fedppl.flower.decode import (
+from fedppl.sites.decode import (
     LABELS_LENGTH,
     LINE_LENGTH,
     NAME_LENGTH,

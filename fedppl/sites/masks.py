@@ -24,7 +24,7 @@ from fedppl import site
 from fedppl.contracts import AnyAlgorithm, ClientUpdate, Failure, Reply, Request
 from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED, digest
-from fedppl.flower.decode import LABELS_LENGTH, Malformed, Parcel, brief, checked_name, one_text, parsed, require
+from fedppl.sites.decode import LABELS_LENGTH, Malformed, Parcel, brief, checked_name, one_text, parsed, require
 from fedppl.numerics.streams import client_seed
 from fedppl.types import Array, DeclarationError, Message
 

@@ -35,13 +35,13 @@ from fedppl.engine import secure as _secure
 from fedppl.engine.answer import require_fit, take_sum
 from fedppl.engine.guard import OTHER_COUNTS
 from fedppl.engine.policy import FEWEST_SITES, refuse_sharing
-from fedppl.flower import masks as _masks
-from fedppl.flower import wire as _wire
-from fedppl.flower.conclusions import MOST_BYTES, SUMS, read_told
-from fedppl.flower.decode import Malformed, Parcel, require, require_few
-from fedppl.flower.enrolment import Roll, agree, expected_clients
+from fedppl.sites import masks as _masks
+from fedppl.sites import wire as _wire
+from fedppl.sites.conclusions import MOST_BYTES, SUMS, read_told
+from fedppl.sites.decode import Malformed, Parcel, require, require_few
+from fedppl.sites.enrolment import Roll, agree, expected_clients
 from fedppl.flower.messages import ASK, CONCLUDE, GATE, GREET, JOIN, Absent, Post, from_content, read_letter, texts_of
-from fedppl.flower.site_agreement import waits
+from fedppl.sites.site_agreement import waits
 from fedppl.formulas.exchange import example, listed
 from fedppl.formulas.formula import is_formula
 from fedppl.model.declaration import FederatedModel

@@ -12,12 +12,12 @@ import numpy as np
 from fedppl.contracts import LogEvidence, Request
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.engine import guard as _guard
-from fedppl.flower import masks as _masks
-from fedppl.flower import node as _node
-from fedppl.flower import wire as _wire
-from fedppl.flower.decode import Malformed, Parcel, require
-from fedppl.flower.node import Enrolled, Node
-from fedppl.flower.wire import Over
+from fedppl.sites import masks as _masks
+from fedppl.sites import node as _node
+from fedppl.sites import wire as _wire
+from fedppl.sites.decode import Malformed, Parcel, require
+from fedppl.sites.node import Enrolled, Node
+from fedppl.sites.wire import Over
 from fedppl.model.client import ClientModel
 from fedppl.numerics.streams import stream
 from fedppl.results import idata, loo, reliability

@@ -25,10 +25,10 @@ from fedppl.engine import few_rows_in_sums as in_sums
 from fedppl.engine import guard as _guard
 from fedppl.engine.answer import answer, require_fit, say_unused
 from fedppl.engine.policy import NO_RULES, Policy, refuse_sharing
-from fedppl.flower import masks as _masks
-from fedppl.flower import site_agreement as _agreements
-from fedppl.flower import wire as _wire
-from fedppl.flower.decode import Parcel, checked_name, one_text
+from fedppl.sites import masks as _masks
+from fedppl.sites import site_agreement as _agreements
+from fedppl.sites import wire as _wire
+from fedppl.sites.decode import Parcel, checked_name, one_text
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.same import code_key

@@ -15,12 +15,12 @@ from flwr.clientapp import ClientApp
 from fedppl import site
 from fedppl.contracts import Algorithm, AnyAlgorithm
 from fedppl.engine.policy import NO_RULES, Policy, read
-from fedppl.flower import conclusions as _conclusions
+from fedppl.sites import conclusions as _conclusions
 from fedppl.flower import messages as _messages
-from fedppl.flower import node as _node
-from fedppl.flower.decode import Parcel
+from fedppl.sites import node as _node
+from fedppl.sites.decode import Parcel
 from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GATE, GREET, HELLO, JOIN, read_message, register, to_content
-from fedppl.flower.node import Node
+from fedppl.sites.node import Node
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import shown, whole
 from fedppl.storage.signed import Memory, file_memory

@@ -1,0 +1,1 @@
+"""The protocol of sites, whatever carries its messages."""
