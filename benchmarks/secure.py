@@ -34,9 +34,9 @@ from benchmarks._exactness import models, more_models
 from fedppl import gaussian, site
 from fedppl.contracts import Reply, Request
 from fedppl.engine import secure
+from fedppl.numerics.streams import client_seed
 from fedppl.sites import masks, node, wire
 from fedppl.sites.decode import Parcel
-from fedppl.numerics.streams import client_seed
 from fedppl.storage.signed import file_memory
 
 _REPEATS = 5  # of the requests of a fit, each time in a run of its own

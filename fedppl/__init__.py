@@ -48,7 +48,7 @@ __all__ = [
 # Modules are loaded on first use: a site's app is a process for each message, with no time to import PyMC.
 # Namespaces: module, and the optional package and extra that it needs.
 _SPACES = {
-    "Flower": ("fedppl.flower.app", "flwr", "flower"),
+    "Flower": ("fedppl.flower", "flwr", "flower"),
     "averaging": ("fedppl.algorithms.averaging", "", ""),
     "covariance": ("fedppl.numerics.covariance", "", ""),
     "curves": ("fedppl.coregional.curves", "", ""),

@@ -37,9 +37,9 @@ import fedppl
 from fedppl import site
 from fedppl.contracts import Reply, Request
 from fedppl.engine import secure
+from fedppl.numerics.streams import client_seed
 from fedppl.sites import masks, node, wire
 from fedppl.sites.decode import Parcel
-from fedppl.numerics.streams import client_seed
 from fedppl.storage.signed import file_memory
 from fedppl.testing import normal_means
 from fedppl.types import Message

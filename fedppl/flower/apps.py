@@ -1,9 +1,10 @@
-"""A site's Flower app, and its answer to each type of message."""
+"""The functions for Flower: a site's app, the server's app, and inside it an engine and an agreement on a formula."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Mapping
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,20 +12,35 @@ from weakref import WeakKeyDictionary
 from flwr.app import ConfigRecord, Context
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
 
-from fedppl import site
-from fedppl.contracts import Algorithm, AnyAlgorithm
-from fedppl.engine.policy import NO_RULES, Policy, read
-from fedppl.sites import conclusions as _conclusions
-from fedppl.flower import messages as _messages
-from fedppl.sites import node as _node
-from fedppl.sites.decode import Parcel
-from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GATE, GREET, HELLO, JOIN, read_message, register, to_content
-from fedppl.sites.node import Node
+from fedppl.contracts import AnyAlgorithm, EngineFactory
+from fedppl.engine.policy import FEWEST_SITES, Policy
+from fedppl.flower.messages import Post, read_message, register, to_content
+from fedppl.formulas.exchange import listed
+from fedppl.formulas.formula import Agreed
 from fedppl.model.declaration import FederatedModel
-from fedppl.settings import shown, whole
+from fedppl.results.fit import Fit
+from fedppl.run import loop
+from fedppl.run.loop import Options, require_callback, require_declared, require_settings, seed_of
+from fedppl.run.one_round import Round
+from fedppl.run.progress import Participation
+from fedppl.settings import one_of, positive, shown, takes, whole
+from fedppl.sites import enrolment
+from fedppl.sites import node as _node
+from fedppl.sites.conclusions import answer
+from fedppl.sites.engine import LostSites, SitesSettings, checked, sites
+from fedppl.sites.node import Node
+from fedppl.sites.site_agreement import waits
 from fedppl.storage.signed import Memory, file_memory
 from fedppl.types import DeclarationError
+
+logger = logging.getLogger(__name__)
+
+_GRACE = 2.0  # seconds that a question of an agreement outlives the wait
+
+# The node of a node config, with the policy read anew. Kept beside the apps and not in them, since Flower copies apps.
+declared: WeakKeyDictionary[ClientApp, Callable[[Mapping[str, Any]], Node]] = WeakKeyDictionary()
 
 
 def client_app(
@@ -103,46 +119,8 @@ def client_app(
     *When this fails.* A site whose data do not fit, or that runs other code than the server, is refused when it
     enrols. The text of an exception stays in the site's log, since it may quote data; the server learns its type.
     """
-    if not isinstance(federated_model, FederatedModel) or not isinstance(algorithm, Algorithm):
-        raise DeclarationError("client_app takes a FederatedModel and an algorithm that is built, like fedppl.EP().")
-    if not callable(load_data):
-        raise DeclarationError(f"load_data is {type(load_data).__name__}; pass a function from node config to data.")
-    builders = list(federated_model.builders)
-    arguments: tuple[tuple[str, Any, tuple[type, ...], str], ...] = (
-        ("client_id", client_id, (), "None"),
-        ("kind", kind, (str,), f"one of {builders}"),
-        ("folder", folder, (str, Path), "a path"),
-        ("policy", policy, (Policy, str, Path), "a fedppl.Policy, the path of a TOML file with one"),
-        ("secure", secure, (str, Path), "the folder of identity and roster"),
-    )
-    for name, value, types, wanted in arguments:
-        valid = isinstance(value, types) and value != "" and (name != "kind" or value in builders)
-        if not (value is None or callable(value) or valid):
-            raise DeclarationError(f"{name}={shown(value)} must be {wanted}, or a function from the node config to it.")
-    if folder is None:
-        _require_no_account(algorithm, policy, secure)
-    if secure is None and (policy is None or (isinstance(policy, Policy) and policy.sums == "required")):
-        _node.require_masks(None, Policy() if policy is None else policy)
-    draws, chains = whole("draws", draws), whole("chains", chains)
-    given_id = client_id or (lambda config: str(config.get("client-id", "")))
-    token = secrets.token_hex(8)
-    given: tuple[Any, ...] = (folder, policy, kind, secure)
-
-    def id_of(config: Mapping[str, Any]) -> str:
-        # Where the operator gives the node its id later, its account is the same: limits are not granted anew.
-        name = given_id(config)
-        return name if name or secure is None else _named(secure(config) if callable(secure) else secure)
-
-    def node(config: Mapping[str, Any]) -> Node:
-        here, chosen, kind_here, files = (each(config) if callable(each) else each for each in given)
-        path = None if here is None else Path(here)
-        if path is not None:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        rules = chosen if isinstance(chosen, Policy) else Policy() if chosen is None else read(chosen)
-        its_files = None if secure is None else Path(files or "no folder")  # never in the clear because of a typo
-        return Node(
-            token, federated_model, algorithm, load_data, id_of, path, draws, chains, rules, kind_here, its_files
-        )
+    options = client_id, kind, folder, policy, secure
+    node = _node.described(federated_model, algorithm, load_data, options, draws, chains)
 
     # Flower copies the app to its workers: no closure here may hold data, compiled models or locks.
     app = ClientApp()
@@ -156,26 +134,6 @@ def client_app(
     register(app, reply)
     declared[app] = node
     return app
-
-
-def _named(files: Any) -> str:
-    """The name of the site's identity, or "" where there is none: then it refuses, and its log says why."""
-    try:
-        return site.read(Path(files or "no folder")).name
-    except DeclarationError:
-        return ""
-
-
-def _require_no_account(algorithm: AnyAlgorithm, policy: Any, secure: Any) -> None:
-    """Raise DeclarationError where a site needs a folder and has none."""
-    lasting = "give client_app a folder= that lasts"
-    if algorithm.persistent:
-        raise DeclarationError(f"{algorithm.name} counts what a site has released over all runs; {lasting}.")
-    if secure is not None:
-        raise DeclarationError(f"secure= without folder=: cohorts and last answers are kept in it; {lasting}.")
-    if policy != NO_RULES:
-        other = "policy=fedppl.policy.NO_RULES where the data need no protection"
-        raise DeclarationError(f"folder=None: a policy counts requests and keeps an audit log; {lasting}, or {other}.")
 
 
 def _context_memory(context: Context) -> Memory:
@@ -193,27 +151,250 @@ def _context_memory(context: Context) -> Memory:
     return Memory(recall, keep)
 
 
-# For a site's app and for its warm worker -----------------------------------------------------------------------------
+# The server ----------------------------------------------------------------------------------------------------------
 
 
-# The node of a node config, with the policy read anew. Kept beside the apps and not in them, since Flower copies apps.
-declared: WeakKeyDictionary[ClientApp, Callable[[Mapping[str, Any]], Node]] = WeakKeyDictionary()
+def agree(
+    grid: Grid,
+    model: FederatedModel,
+    *,
+    clients: int | Sequence[str],
+    min_count: int = 1,
+    withheld: str = "other",
+    wait: float = 600.0,
+    poll: float = 0.25,
+    secure: bool = False,
+) -> Agreed:
+    """Have sites agree on levels and scales of a formula, inside a ServerApp, as `fedppl.agree` does for data here.
+
+    Each site summarises the formula's columns once, as far as its policy allows: the number of rows; of numbers the
+    rounded sum and sum of squares; of texts the number of rows at each level. Nothing of fewer rows than the larger of
+    `min_count` and the policy's `agreement` (10 by default) leaves, nor whether there are such rows. The agreement goes
+    to all sites when they enrol. Each checks it against its rows, and leaves out rows of levels that are not in it
+    where they are that few.
+
+    Parameters
+    ----------
+    grid
+        Flower's grid, as its server app gets it.
+    model
+        What `fedppl.formula` returned, the same as at the sites.
+    clients
+        Number of sites to wait for, or their ids.
+    min_count
+        Fewest rows of a level, and in all, that a client tells of.
+    withheld
+        What a site does with rows of levels that nobody told, where it has more than that few: "other" for a level of
+        that name, or "error".
+    wait
+        Seconds to wait for their answers.
+    poll
+        Seconds between two polls.
+    secure
+        Whether the server gets sums over all sites alone, which these add under masks (`client_app(secure=...)`): exact
+        numbers of rows, in all and at each level that ``formula(levels=...)`` names, and sums and sums of squares of
+        numbers. Then the largest `agreement` of the sites' policies is of the rows of all: levels of fewer are withheld
+        from the agreement, and columns of numbers need four times as many.
+
+    Returns
+    -------
+    Agreed
+        Pass its ``model`` to `fedppl.fit` and to `grid`.
+
+    Raises
+    ------
+    DataError
+        If columns do not fit together.
+    DeclarationError
+        If sites are missing or refuse; where `secure`, for levels that are not named.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> def main(grid, context):
+    ...     model = fedppl.formula("y ~ age + (1 | site)", family="bernoulli")
+    ...     found = fedppl.Flower.agree(grid, model, clients=3)
+    ...     engine = fedppl.Flower.grid(grid, clients=found.clients, model=found.model)
+    ...     fit = fedppl.fit(found.model, None, engine=engine)
+
+    Notes
+    -----
+    *When this fails.* A site that lies moves scales, and so the width of priors. With fewer than five sites it counts
+    for at most ten times as many rows as the median of the others; with more, means and sds are medians over sites, and
+    none counts for more than the median of the others. `Agreed.strange` names a site whose figures are out of all
+    proportion. Sites whose rows contradict the agreement take no part.
+    A site whose rows have changed sends its first summary again, until ``<client>.told`` in its folder is deleted
+    (``site.told`` where its node config has no ``client-id``). Secure sums do not bound what a site that lies adds, and
+    rows that have changed are summed anew, as another question.
+    """
+    post = Post(grid, positive("poll", poll, "it is in seconds"), _GRACE)
+    return enrolment.agree(post, model, clients, min_count, withheld, wait, secure)
 
 
-def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
-    """Answer a message of type `kind`."""
-    if kind == HELLO:
-        return _node.introduce(here, config, memory, parcel[1])
-    if kind == AGREE:
-        return _node.agree(here, config, memory, parcel[1])
-    if kind == GREET:
-        return _node.greet(here, config, parcel[1])
-    if kind == JOIN:
-        return _node.join(here, config, memory, parcel[1])
-    if kind == GATE:
-        return _node.gate(here, config, memory, parcel)
-    if kind == ASK:
-        return _node.answer_request(here, config, memory, parcel)
-    if kind == CONCLUDE:
-        return _conclusions.conclude(here, config, memory, parcel)
-    raise ValueError(f"{kind!r} is no type of message; a site answers {', '.join(_messages.KINDS)}")
+def grid(
+    grid: Grid,
+    *,
+    clients: int | Sequence[str],
+    model: FederatedModel,
+    example_data: Mapping[str, Any] | None = None,
+    wait: float = 600.0,
+    deadline: float = 120.0,
+    poll: float = 0.25,
+    grace: float = 2.0,
+    secure: bool = False,
+) -> EngineFactory:
+    """Run on the sites of a Flower grid, inside a ServerApp: ``fedppl.fit(model, None, ..., engine=...)``.
+
+    Parameters
+    ----------
+    grid
+        Flower's grid, as its server app gets it.
+    clients
+        Number of sites to wait for, or their ids. No other sites take part.
+    model, example_data
+        The declaration, and made-up data with the names and shapes of clients' data. From them the server computes
+        layout, prior and reader of draws, and refuses a site that differs. A formula that clients agreed on (`agree`)
+        needs no data; its agreement is sent to the sites.
+    wait
+        Seconds to wait for them to enrol.
+    deadline
+        Seconds to wait for replies in a round where `fit` sets no deadline.
+    poll
+        Seconds between two polls.
+    grace
+        Seconds that a request outlives the deadline. A client that missed it is not asked again before that.
+    secure
+        Whether the server gets nothing but sums over all sites, which these add under masks (`client_app(secure=...)`).
+        It needs at least three sites, all of them in every round, and an algorithm whose server reads sums alone,
+        such as `fedppl.Sums`.
+
+    Returns
+    -------
+    EngineFactory
+
+    Raises
+    ------
+    DeclarationError
+        For settings out of range, or made-up data that are missing; at the start of a run, when sites are missing.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> def main(grid, context):
+    ...     engine = fedppl.Flower.grid(grid, clients=3, model=model, example_data={"y": [0.0, 1.0]})
+    ...     fit = fedppl.fit(model, None, fedppl.EP(), engine=engine)
+
+    Notes
+    -----
+    *When this fails.* A site that is silent, late, down or restarted is skipped, and the round's record says so. Two
+    live sites with one id: the second is refused until the first has gone. Where sums are secure, a round in which a
+    site is missing, or refuses, has no sum, and the next asks all again.
+    """
+    expected = checked(model, example_data, clients, secure, wait=wait, deadline=deadline, poll=poll, grace=grace)
+    post = functools.partial(Post, grid, poll, grace)
+    return sites(post, model, example_data, SitesSettings(expected, wait, deadline, secure))
+
+
+def server_app(
+    federated_model: FederatedModel,
+    algorithm: AnyAlgorithm,
+    *,
+    clients: int | Sequence[str],
+    example_data: Mapping[str, Any] | None = None,
+    min_count: int = 1,
+    withheld: str = "other",
+    rounds: int = 20,
+    participation: Participation | int | float | None = None,
+    checkpoint: str | Path | None = None,
+    deadline: float = 120.0,
+    wait: float = 600.0,
+    secure: bool = False,
+    on_dropout: str = "stop",
+    random_seed: int | None = None,
+    on_fit: Callable[[Fit, Context], None] | None = None,
+    callback: Callable[[Round], bool | None] | None = None,
+) -> ServerApp:
+    """Make the server's Flower app. It never sees data.
+
+    Parameters
+    ----------
+    federated_model, algorithm
+        As at the sites.
+    clients, example_data, wait, secure
+        As in `grid`.
+    min_count, withheld
+        As in `agree`, which is asked first where the declaration is a formula that clients have not agreed on.
+    on_dropout
+        What happens where sums are secure and a site of the cohort is absent for `wait` seconds: "stop" ends the run,
+        which goes on from `checkpoint` once the site is back; "new cohort" fits anew with the others, if they are at
+        least three and their policies allow one more set of sites (``cohorts``, 1 by default).
+    rounds, participation, checkpoint, deadline, random_seed, callback
+        As in `fedppl.fit`. Entries of the run config with these names win, so that ``flwr run --run-config`` can
+        set them; an empty checkpoint is none.
+    on_fit
+        Function of the Fit and Flower's context, called when the run is over.
+
+    Returns
+    -------
+    flwr.serverapp.ServerApp
+
+    Raises
+    ------
+    DeclarationError
+        For a setting out of range, where `on_fit` is no function of two arguments, and for a model or an algorithm that
+        is none.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> model, example = normal_means()[0], {"y": [0.0, 1.0]}
+    >>> app = fedppl.Flower.server_app(model, fedppl.EP(), clients=3, example_data=example, random_seed=1)
+
+    Notes
+    -----
+    *When this fails.* An exception ends the Flower run as failed, which ``flwr ls`` shows (``flwr run`` exits with 0
+    all the same). A server that was killed goes on from `checkpoint` in a new run.
+    """
+    require_declared(federated_model, algorithm)
+    checked(federated_model, example_data, clients, secure, wait=wait, deadline=deadline)
+    if secure and waits(federated_model):
+        listed(federated_model.builder)  # type: ignore[arg-type]
+    whole("min_count", min_count), one_of("withheld", withheld, ("error", "other"))
+    one_of("on_dropout", on_dropout, ("stop", "new cohort"))
+    require_settings(Options(rounds, None, participation, None, checkpoint or None, deadline))
+    seed_of(random_seed)
+    require_callback(callback)
+    if on_fit is not None and not (callable(on_fit) and takes(on_fit, 2)):
+        raise DeclarationError(f"on_fit={shown(on_fit)} is not a function of the fit and Flower's context.")
+    app = ServerApp()
+
+    @app.main()
+    def main(flower_grid: Grid, context: Context) -> None:
+        chosen: dict[str, Any] = {"rounds": rounds, "participation": participation, "checkpoint": checkpoint}
+        chosen |= {"deadline": deadline, "random_seed": random_seed, "clients": clients, "wait": wait}
+        chosen = {name: context.run_config.get(name, value) for name, value in chosen.items()}
+        expected, patience, model = chosen.pop("clients"), float(chosen.pop("wait")), federated_model
+        if waits(model):
+            rules: dict[str, Any] = {"min_count": min_count, "withheld": withheld, "secure": secure}
+            found = agree(flower_grid, model, clients=expected, wait=patience, **rules)
+            expected, model = found.clients, found.model
+        chosen["checkpoint"] = chosen["checkpoint"] or None
+        while True:
+            engine = grid(
+                flower_grid, clients=expected, model=model, example_data=example_data, wait=patience, secure=secure
+            )
+            options = Options(engine=engine, **chosen)
+            try:
+                fit = loop.fit(model, None, algorithm, options, callback=callback, progressbar=False)
+                break
+            except LostSites as lost:
+                if on_dropout == "stop" or len(lost.others) < FEWEST_SITES:
+                    raise
+                logger.warning("%s A new cohort begins: %s", lost, list(lost.others))
+                # A checkpoint is of the sums over the first cohort.
+                expected, chosen["checkpoint"] = lost.others, None
+        if on_fit is not None:
+            on_fit(fit, context)
+
+    return app

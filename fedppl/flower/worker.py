@@ -167,8 +167,8 @@ def _leave(folder: Path, door: Door) -> None:
 
 def _serve(connection: Connection, door: Door, node_of: Any, folder: Path) -> None:
     """Answer a request. After an error without an answer the app answers by itself."""
-    from fedppl.flower.apps import answer
-    from fedppl.flower.messages import CONCLUDE
+    from fedppl.sites import CONCLUDE
+    from fedppl.sites.conclusions import answer
 
     try:
         with limited(connection, _PROOFS):

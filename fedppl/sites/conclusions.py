@@ -1,4 +1,7 @@
-"""The end of a run at a site: its own posterior, and what its policy lets out, for `loo`, `reliability`, `conflict`."""
+"""A site's answer to each type of message. At the end of a run that is its own posterior, and what its policy lets out.
+
+What it lets out is for `loo`, `reliability` and `conflict`.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,18 @@ import numpy as np
 from fedppl.contracts import LogEvidence, Request
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.engine import guard as _guard
+from fedppl.model.client import ClientModel
+from fedppl.numerics.streams import stream
+from fedppl.results import idata, loo, reliability
+from fedppl.results.at_client import client_posterior, pymc_groups, require_rows
+from fedppl.run.conflicts import FEWEST, knows_cavities, tested
+from fedppl.sites import AGREE, ASK, CONCLUDE, GATE, GREET, HELLO, JOIN, KINDS
 from fedppl.sites import masks as _masks
 from fedppl.sites import node as _node
 from fedppl.sites import wire as _wire
 from fedppl.sites.decode import Malformed, Parcel, require
 from fedppl.sites.node import Enrolled, Node
 from fedppl.sites.wire import Over
-from fedppl.model.client import ClientModel
-from fedppl.numerics.streams import stream
-from fedppl.results import idata, loo, reliability
-from fedppl.results.at_client import client_posterior, pymc_groups, require_rows
-from fedppl.run.conflicts import FEWEST, knows_cavities, tested
 from fedppl.storage import signed as _signed
 from fedppl.storage.signed import Memory
 from fedppl.types import Array, DeclarationError, Message
@@ -32,6 +36,25 @@ logger = logging.getLogger(__name__)
 SUMS = {"loo": len(loo.SUMS), "calibration": reliability.LENGTH}  # lengths of those that are sums over rows
 _LENGTHS = {**SUMS, "conflict": 2}
 MOST_BYTES = 4096  # of all summaries of a site
+
+
+def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
+    """Answer a message of type `kind`."""
+    if kind == HELLO:
+        return _node.introduce(here, config, memory, parcel[1])
+    if kind == AGREE:
+        return _node.agree(here, config, memory, parcel[1])
+    if kind == GREET:
+        return _node.greet(here, config, parcel[1])
+    if kind == JOIN:
+        return _node.join(here, config, memory, parcel[1])
+    if kind == GATE:
+        return _node.gate(here, config, memory, parcel)
+    if kind == ASK:
+        return _node.answer_request(here, config, memory, parcel)
+    if kind == CONCLUDE:
+        return conclude(here, config, memory, parcel)
+    raise ValueError(f"{kind!r} is no type of message; a site answers {', '.join(KINDS)}")
 
 
 def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:

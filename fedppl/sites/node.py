@@ -1,4 +1,4 @@
-"""A node: one client's data, compiled model and personal state, and its answers to the server. Knows no Flower."""
+"""A node: one client's data, compiled model and personal state, and its answers to the server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -18,20 +18,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from filelock import FileLock
 
-from fedppl.contracts import AnyAlgorithm, Failure, Request
+from fedppl import site
+from fedppl.contracts import Algorithm, AnyAlgorithm, Failure, Request
 from fedppl.data import frames
 from fedppl.engine import account as _account
 from fedppl.engine import few_rows_in_sums as in_sums
 from fedppl.engine import guard as _guard
 from fedppl.engine.answer import answer, require_fit, say_unused
-from fedppl.engine.policy import NO_RULES, Policy, refuse_sharing
+from fedppl.engine.policy import NO_RULES, Policy, read, refuse_sharing
+from fedppl.model.client import ClientModel
+from fedppl.model.declaration import FederatedModel
+from fedppl.model.same import code_key
+from fedppl.settings import shown, whole
 from fedppl.sites import masks as _masks
 from fedppl.sites import site_agreement as _agreements
 from fedppl.sites import wire as _wire
 from fedppl.sites.decode import Parcel, checked_name, one_text
-from fedppl.model.client import ClientModel
-from fedppl.model.declaration import FederatedModel
-from fedppl.model.same import code_key
 from fedppl.storage import codec
 from fedppl.storage import signed as _signed
 from fedppl.storage.signed import Memory, owner_key, pack
@@ -58,6 +60,80 @@ class Node(NamedTuple):
     policy: Policy
     kind: str | None = None  # of client, where it is declared
     secure: Path | None = None  # folder of identity and roster, where it answers under masks alone
+
+
+def described(
+    federated_model: FederatedModel,
+    algorithm: AnyAlgorithm,
+    load_data: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    options: Sequence[Any],
+    draws: int,
+    chains: int,
+) -> Callable[[Mapping[str, Any]], Node]:
+    """Check what `client_app` is given (`options`: client_id, kind, folder, policy, secure); the node of a config."""
+    client_id, kind, folder, policy, secure = options
+    if not isinstance(federated_model, FederatedModel) or not isinstance(algorithm, Algorithm):
+        raise DeclarationError("client_app takes a FederatedModel and an algorithm that is built, like fedppl.EP().")
+    if not callable(load_data):
+        raise DeclarationError(f"load_data is {type(load_data).__name__}; pass a function from node config to data.")
+    builders = list(federated_model.builders)
+    arguments: tuple[tuple[str, Any, tuple[type, ...], str], ...] = (
+        ("client_id", client_id, (), "None"),
+        ("kind", kind, (str,), f"one of {builders}"),
+        ("folder", folder, (str, Path), "a path"),
+        ("policy", policy, (Policy, str, Path), "a fedppl.Policy, the path of a TOML file with one"),
+        ("secure", secure, (str, Path), "the folder of identity and roster"),
+    )
+    for name, value, types, wanted in arguments:
+        valid = isinstance(value, types) and value != "" and (name != "kind" or value in builders)
+        if not (value is None or callable(value) or valid):
+            raise DeclarationError(f"{name}={shown(value)} must be {wanted}, or a function from the node config to it.")
+    if folder is None:
+        _require_no_account(algorithm, policy, secure)
+    if secure is None and (policy is None or (isinstance(policy, Policy) and policy.sums == "required")):
+        require_masks(None, Policy() if policy is None else policy)
+    draws, chains = whole("draws", draws), whole("chains", chains)
+    given_id = client_id or (lambda config: str(config.get("client-id", "")))
+    token = secrets.token_hex(8)
+    given: tuple[Any, ...] = (folder, policy, kind, secure)
+
+    def id_of(config: Mapping[str, Any]) -> str:
+        # Where the operator gives the node its id later, its account is the same: limits are not granted anew.
+        name = given_id(config)
+        return name if name or secure is None else _named(secure(config) if callable(secure) else secure)
+
+    def node(config: Mapping[str, Any]) -> Node:
+        here, chosen, kind_here, files = (each(config) if callable(each) else each for each in given)
+        path = None if here is None else Path(here)
+        if path is not None:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        rules = chosen if isinstance(chosen, Policy) else Policy() if chosen is None else read(chosen)
+        its_files = None if secure is None else Path(files or "no folder")  # never in the clear because of a typo
+        return Node(
+            token, federated_model, algorithm, load_data, id_of, path, draws, chains, rules, kind_here, its_files
+        )
+
+    return node
+
+
+def _named(files: Any) -> str:
+    """The name of the site's identity, or "" where there is none: then it refuses, and its log says why."""
+    try:
+        return site.read(Path(files or "no folder")).name
+    except DeclarationError:
+        return ""
+
+
+def _require_no_account(algorithm: AnyAlgorithm, policy: Any, secure: Any) -> None:
+    """Raise DeclarationError where a site needs a folder and has none."""
+    lasting = "give client_app a folder= that lasts"
+    if algorithm.persistent:
+        raise DeclarationError(f"{algorithm.name} counts what a site has released over all runs; {lasting}.")
+    if secure is not None:
+        raise DeclarationError(f"secure= without folder=: cohorts and last answers are kept in it; {lasting}.")
+    if policy != NO_RULES:
+        other = "policy=fedppl.policy.NO_RULES where the data need no protection"
+        raise DeclarationError(f"folder=None: a policy counts requests and keeps an audit log; {lasting}, or {other}.")
 
 
 class Enrolled(NamedTuple):

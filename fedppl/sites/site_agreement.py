@@ -14,15 +14,15 @@ import numpy as np
 from fedppl.data import frames
 from fedppl.engine import policy, secure
 from fedppl.engine.guard import REFUSED, Guard, admit_agreement, admit_cohort, may_tell, note, refuse_agreement
-from fedppl.sites import masks
-from fedppl.sites.decode import Malformed, Parcel, whole_number
-from fedppl.sites.wire import digest, pack_agreement, pack_told, unpack_agreement
 from fedppl.formulas import exchange
 from fedppl.formulas.agreement import OTHER, Agreement, Told, raised
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import answered, asked, contradiction, rows_of
 from fedppl.formulas.formula import is_formula, remembering
 from fedppl.model.declaration import FederatedModel
+from fedppl.sites import masks
+from fedppl.sites.decode import Malformed, Parcel, whole_number
+from fedppl.sites.wire import digest, pack_agreement, pack_told, unpack_agreement
 from fedppl.storage.signed import Memory, keep, pack, recalled
 from fedppl.types import Array, DeclarationError
 

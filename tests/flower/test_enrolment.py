@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from fedppl.model.checks import fingerprint
 from fedppl.sites import decode as _decode
 from fedppl.sites.wire import other_model, other_terms, shapes_of_hello
-from fedppl.model.checks import fingerprint
 from fedppl.types import Layout
 from tests.support import malformed
 
