@@ -29,7 +29,7 @@ from fedppl.settings import one_of, positive, shown, takes, whole
 from fedppl.sites import enrolment
 from fedppl.sites import node as _node
 from fedppl.sites.conclusions import answer
-from fedppl.sites.engine import LostSites, SitesSettings, checked, sites
+from fedppl.sites.engine import LostSites, Sites, SitesSettings, checked
 from fedppl.sites.node import Node
 from fedppl.sites.site_agreement import waits
 from fedppl.storage.signed import Memory, file_memory
@@ -291,8 +291,10 @@ def grid(
     site is missing, or refuses, has no sum, and the next asks all again.
     """
     expected = checked(model, example_data, clients, secure, wait=wait, deadline=deadline, poll=poll, grace=grace)
-    post = functools.partial(Post, grid, poll, grace)
-    return sites(post, model, example_data, SitesSettings(expected, wait, deadline, secure))
+    if waits(model):
+        raise DeclarationError("clients have not agreed on model=: pass that of fedppl.Flower.agree(grid, ...).")
+    settings = SitesSettings(expected, wait, deadline, secure)
+    return Sites(functools.partial(Post, grid, poll, grace), model, example_data, settings)
 
 
 def server_app(

@@ -34,7 +34,7 @@ def register(app: ClientApp, reply: Callable[[FlowerMessage, Context], FlowerMes
 def read_message(message: FlowerMessage) -> tuple[Mapping[str, Any], dict[str, str]]:
     """Arrays and texts of a message; empty where it cannot be read, which the site then refuses as malformed."""
     try:
-        return parcel_in(message)
+        return parcel_of(unread(message))
     except Exception:
         return {}, {}
 
@@ -43,11 +43,6 @@ def to_content(arrays: Message, texts: Mapping[str, str]) -> RecordDict:
     """Content of a Flower message: a record of arrays and a record of texts."""
     record = ArrayRecord({name: Array(np.asarray(value, order="C")) for name, value in arrays.items()})
     return RecordDict({"arrays": record, "texts": ConfigRecord(dict(texts))})
-
-
-def parcel_in(message: FlowerMessage) -> Parcel:
-    """Arrays and texts of a message, or `Malformed`."""
-    return parcel_of(unread(message))
 
 
 def unread(message: FlowerMessage) -> Content:

@@ -5,8 +5,7 @@ Flower's transport is `fedppl.flower.messages.Post`.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fedppl.settings import one_line
@@ -28,10 +27,7 @@ class Absent(str):
 
 
 class Content(NamedTuple):
-    """What a message holds, not read yet: by name texts, and the bytes of arrays in NumPy's format.
-
-    Each is looked up when it is read, and may be of any type; `Malformed` where it cannot be looked up.
-    """
+    """What a message holds, not read yet: texts, and arrays' bytes in NumPy's format, by name; both of any type."""
 
     texts: Callable[[], Mapping[Any, Any]]
     arrays: Callable[[], Mapping[Any, Any]]
@@ -60,21 +56,6 @@ class Transport(Protocol):
 
     def silent(self) -> set[int]:
         """Nodes that have announced a message but not sent it yet."""
-
-
-def replies(post: Transport, asked: Mapping[str, int], deadline: float) -> Iterable[tuple[str, Letter]]:
-    """Yield replies as they come, until all are there or the deadline (seconds) has passed."""
-    waiting, end = dict(asked), time.monotonic() + deadline
-    while waiting:
-        looked = time.monotonic()
-        for message_id, letter in post.pull(waiting):
-            del waiting[message_id]
-            yield message_id, letter
-        if not waiting or time.monotonic() > end:
-            return
-        # A slow pull (many messages) is not repeated at once: it would hold up the replies that it waits for.
-        pause = max(post.poll, time.monotonic() - looked)
-        time.sleep(min(pause, max(0.0, end - time.monotonic())))
 
 
 def texts_of(content: Content) -> dict[str, str]:

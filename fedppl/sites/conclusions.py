@@ -1,7 +1,4 @@
-"""A site's answer to each type of message. At the end of a run that is its own posterior, and what its policy lets out.
-
-What it lets out is for `loo`, `reliability` and `conflict`.
-"""
+"""A site's answers; at the end its own posterior and what its policy lets out, for `loo`, `reliability`, `conflict`."""
 
 from __future__ import annotations
 
@@ -40,21 +37,15 @@ MOST_BYTES = 4096  # of all summaries of a site
 
 def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
     """Answer a message of type `kind`."""
-    if kind == HELLO:
-        return _node.introduce(here, config, memory, parcel[1])
-    if kind == AGREE:
-        return _node.agree(here, config, memory, parcel[1])
+    by_texts = {HELLO: _node.introduce, AGREE: _node.agree, JOIN: _node.join}
+    by_parcel = {GATE: _node.gate, ASK: _node.answer_request, CONCLUDE: conclude}
     if kind == GREET:
         return _node.greet(here, config, parcel[1])
-    if kind == JOIN:
-        return _node.join(here, config, memory, parcel[1])
-    if kind == GATE:
-        return _node.gate(here, config, memory, parcel)
-    if kind == ASK:
-        return _node.answer_request(here, config, memory, parcel)
-    if kind == CONCLUDE:
-        return conclude(here, config, memory, parcel)
-    raise ValueError(f"{kind!r} is no type of message; a site answers {', '.join(KINDS)}")
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is no type of message; a site answers {', '.join(KINDS)}")
+    if kind in by_texts:
+        return by_texts[kind](here, config, memory, parcel[1])
+    return by_parcel[kind](here, config, memory, parcel)
 
 
 def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:

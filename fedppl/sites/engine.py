@@ -16,11 +16,8 @@ import numpy as np
 from fedppl.contracts import (
     Accept,
     AnyAlgorithm,
-    Engine,
-    EngineFactory,
     Failure,
     Heard,
-    Replies,
     Reply,
     Request,
     Requests,
@@ -38,26 +35,12 @@ from fedppl.model.declaration import FederatedModel
 from fedppl.results.records import COHORT
 from fedppl.run.one_round import MOST_INFOS
 from fedppl.settings import flag, positive, shown
-from fedppl.sites import (
-    ASK,
-    CONCLUDE,
-    GATE,
-    GREET,
-    JOIN,
-    Absent,
-    Content,
-    Transport,
-    parcel_of,
-    read_letter,
-    replies,
-    texts_of,
-)
+from fedppl.sites import ASK, CONCLUDE, GATE, GREET, JOIN, Absent, Content, Transport, parcel_of, read_letter, texts_of
 from fedppl.sites import masks as _masks
 from fedppl.sites import wire as _wire
 from fedppl.sites.conclusions import MOST_BYTES, SUMS, read_told
 from fedppl.sites.decode import Malformed, Parcel, require, require_few
 from fedppl.sites.enrolment import Roll, expected_clients
-from fedppl.sites.site_agreement import waits
 from fedppl.types import DeclarationError, Layout, Message, Status
 
 logger = logging.getLogger(__name__)
@@ -91,13 +74,6 @@ class LostSites(DeclarationError):
         super().__init__(f"sites of a cohort were absent for {wait:g} s, and sums are of all ({why}); {remedy}.")
 
 
-class ServerModel(NamedTuple):
-    """The model by the server's own declaration."""
-
-    layout: Layout
-    reader: SharedReader
-
-
 class _Busy(NamedTuple):
     """A request that was not answered in time."""
 
@@ -114,14 +90,15 @@ class SitesEngine:
         post: Transport,
         algorithm: AnyAlgorithm,
         settings: SitesSettings,
-        server: ServerModel,
+        layout: Layout,
+        reader: SharedReader,
         greeting: Mapping[str, str] | None = None,
     ) -> None:
         self._settings = settings
         self._algorithm = algorithm.name
-        self._server = server
+        self._layout, self._reader = layout, reader  # by the server's own declaration
         self._post = post
-        terms = _wire.Terms(algorithm.settings, server.layout, server.reader.coords)
+        terms = _wire.Terms(algorithm.settings, layout, reader.coords)
         self._roll = Roll(self._post, settings.clients, settings.wait, terms, greeting or {})
         self._busy: dict[str, _Busy] = {}  # by message
         self._diagnostics: dict[str, set[str]] = {}  # names of those that each client has sent
@@ -136,11 +113,11 @@ class SitesEngine:
 
     def layout(self) -> Layout:
         """Return the server's layout."""
-        return self._server.layout
+        return self._layout
 
     def reader(self) -> SharedReader:
         """Return the server's reader of draws of φ."""
-        return self._server.reader
+        return self._reader
 
     def exchange(
         self, requests: Mapping[str, Request], deadline: float | None, heard: Heard = unheard
@@ -148,7 +125,22 @@ class SitesEngine:
         """Send each request to its site; those without a reply at the deadline (seconds) are failures."""
         if self._settings.secure:
             raise _secure.single(self._algorithm)
-        return self._asked(requests, deadline, heard)
+
+        def read(client_id: str, content: Content) -> Reply | Failure:
+            shapes = {} if "failure" in texts_of(content) else requests[client_id].shapes
+            reply = _wire.unpack_reply(*parcel_of(content, shapes))
+            if isinstance(reply, Reply):
+                names = self._diagnostics.get(client_id, set()) | set(reply.info)
+                require_few(len(names), MOST_INFOS, "names in 'info' over the run")
+                self._diagnostics[client_id] = names
+            return reply
+
+        parcels: dict[str, Parcel] = {name: _wire.pack_request(request) for name, request in requests.items()}
+        answers = self._answers(ASK, parcels, deadline, read, "its reply cannot be read", heard)
+        return {
+            client_id: Failure(client_id, requests[client_id].nonce, answer) if isinstance(answer, str) else answer
+            for client_id, answer in answers.items()
+        }
 
     def exchange_sum(
         self, requests: Requests, accept: Accept, deadline: float | None, heard: Heard = unheard
@@ -161,7 +153,7 @@ class SitesEngine:
         _secure.require_same([request.message for request in made.values()], self._algorithm)
         run, shapes = made[requests.clients[0]].run, made[requests.clients[0]].shapes or {}
         end = time.monotonic() + self._settings.wait
-        fingerprint, words = self._server.layout.fingerprint, _masks.shapes_of(shapes)
+        fingerprint, words = self._layout.fingerprint, _masks.shapes_of(shapes)
 
         def read(name: str, content: Content) -> _secure.Words | str:
             reply = _wire.unpack_reply(*parcel_of(content, {} if "failure" in texts_of(content) else words))
@@ -247,27 +239,6 @@ class SitesEngine:
             raise _Missing(reasons)
         return {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
 
-    def _asked(
-        self, requests: Mapping[str, Request], deadline: float | None, heard: Heard
-    ) -> dict[str, Reply | Failure]:
-        """Answers to every request."""
-
-        def read(client_id: str, content: Content) -> Reply | Failure:
-            shapes = {} if "failure" in texts_of(content) else requests[client_id].shapes
-            reply = _wire.unpack_reply(*parcel_of(content, shapes))
-            if isinstance(reply, Reply):
-                names = self._diagnostics.get(client_id, set()) | set(reply.info)
-                require_few(len(names), MOST_INFOS, "names in 'info' over the run")
-                self._diagnostics[client_id] = names
-            return reply
-
-        parcels: dict[str, Parcel] = {name: _wire.pack_request(request) for name, request in requests.items()}
-        answers = self._answers(ASK, parcels, deadline, read, "its reply cannot be read", heard)
-        return {
-            client_id: Failure(client_id, requests[client_id].nonce, answer) if isinstance(answer, str) else answer
-            for client_id, answer in answers.items()
-        }
-
     def _answers(
         self,
         kind: str,
@@ -284,8 +255,10 @@ class SitesEngine:
         answers: dict[str, T | str] = {}
         sent: dict[str, str] = {}  # clients by message
         for client_id, parcel in parcels.items():
-            if why := self._why_not_ask(client_id, alive):
-                answers[client_id] = Absent(why)
+            if nodes[client_id] not in alive:
+                answers[client_id] = Absent("its site is not connected")
+            elif nodes[client_id] in self._post.silent():
+                answers[client_id] = Absent("a message that its site announced has not come yet")
             elif message_id := self._post.push(nodes[client_id], kind, parcel, limit):
                 sent[message_id] = client_id
                 if kind == ASK:
@@ -293,12 +266,19 @@ class SitesEngine:
                     self._busy[message_id] = _Busy(client_id, nodes[client_id], expiry)
             else:
                 answers[client_id] = Absent("its message could not be sent")
-        asked = {message_id: nodes[client_id] for message_id, client_id in sent.items()}
-        for message_id, letter in replies(self._post, asked, limit):
-            client_id = sent.pop(message_id)
-            self._busy.pop(message_id, None)
-            answers[client_id] = read_letter(letter, functools.partial(read, client_id), cannot)
-            heard(client_id)
+        asked, end = {message_id: nodes[client_id] for message_id, client_id in sent.items()}, time.monotonic() + limit
+        while sent:
+            looked = time.monotonic()
+            for message_id, letter in self._post.pull({message_id: asked[message_id] for message_id in sent}):
+                client_id = sent.pop(message_id)
+                self._busy.pop(message_id, None)
+                answers[client_id] = read_letter(letter, functools.partial(read, client_id), cannot)
+                heard(client_id)
+            if time.monotonic() > end:
+                break
+            if sent:  # a slow pull (many messages) is not repeated at once: it would hold up what it waits for
+                pause = max(self._post.poll, time.monotonic() - looked)
+                time.sleep(min(pause, max(0.0, end - time.monotonic())))
         return answers | dict.fromkeys(sent.values(), Absent(f"no reply within the deadline of {limit:g} s"))
 
     def conclude(
@@ -370,13 +350,6 @@ class SitesEngine:
     def close(self) -> None:
         """Do nothing: sites wait for what comes next."""
 
-    def _why_not_ask(self, client_id: str, alive: set[int]) -> str | None:
-        if self._roll.nodes[client_id] not in alive:
-            return "its site is not connected"
-        if self._roll.nodes[client_id] in self._post.silent():
-            return "a message that its site announced has not come yet"
-        return None
-
     def _drop_late(self) -> None:
         """Wait until requests of earlier rounds are answered or have expired: no client ever has two."""
         while self._busy:
@@ -400,55 +373,40 @@ def _beside(parcels: Mapping[str, Parcel], more: Parcel) -> dict[str, Parcel]:
     return {name: ({**arrays, **more[0]}, {**texts, **more[1]}) for name, (arrays, texts) in parcels.items()}
 
 
-# Its maker ------------------------------------------------------------------------------------------------------------
-
-
-def sites(
-    post: Callable[[], Transport],
-    model: FederatedModel,
-    example_data: Mapping[str, Any] | None,
-    settings: SitesSettings,
-) -> EngineFactory:
-    """Run on sites by the transport that `post` makes for a run; settings have been `checked`."""
-    greeting: dict[str, str] = {}
-    if is_formula(model):
-        if waits(model):
-            raise DeclarationError("clients have not agreed on model=: pass that of fedppl.Flower.agree(grid, ...).")
-        built: Any = model.builder
-        example_data = example(built) if example_data is None else example_data
-        greeting = {"agreement": _wire.pack_agreement(built.design.agreement)}
-    return Sites(post, model, example_data, settings, greeting)
+# What makes it -------------------------------------------------------------------------------------------------------
 
 
 class Sites(NamedTuple):
-    """Makes the engine of a run."""
+    """Makes the engine of a run; its settings have been `checked`, and on a formula clients have agreed."""
 
     post: Callable[[], Transport]  # of a run
     model: FederatedModel
     example_data: Mapping[str, Any] | None
     settings: SitesSettings
-    greeting: Mapping[str, str]
 
     @property
     def secure(self) -> bool:
         """Whether sums under masks are all that the server gets."""
         return self.settings.secure
 
-    def __call__(self, algorithm: AnyAlgorithm, models: Mapping[str, Any]) -> Engine:
+    def __call__(self, algorithm: AnyAlgorithm, models: Mapping[str, Any]) -> SitesEngine:
         """Wait for the sites."""
         if models:
             raise DeclarationError("the data are at the sites: pass clients=None, and the sites' load_data finds them.")
-        if self.secure and algorithm.replies.summed is Replies._field_defaults["summed"]:
+        if self.secure and algorithm.replies.summed is algorithm.replies._field_defaults["summed"]:
             raise _secure.single(algorithm.name)
-        data = {"example_data": self.example_data}
-        client = self.model.enrol(data, kernel=algorithm.needs.kernel)["example_data"]
+        data, greeting = self.example_data, {}
+        if is_formula(self.model):
+            built: Any = self.model.builder
+            data = example(built) if data is None else data
+            greeting = {"agreement": _wire.pack_agreement(built.design.agreement)}
+        client = self.model.enrol({"example_data": data}, kernel=algorithm.needs.kernel)["example_data"]
         require_fit(algorithm, client)
-        server = ServerModel(client.layout, client.reader())
         expected = self.settings.clients
         count = expected if isinstance(expected, int) else len(expected)
         if why := refuse_sharing(algorithm, count if self.secure else None):
             raise DeclarationError(f"{why}; pass secure=True, also to client_app, and so many clients=.")
-        return SitesEngine(self.post(), algorithm, self.settings, server, self.greeting)
+        return SitesEngine(self.post(), algorithm, self.settings, client.layout, client.reader(), greeting)
 
 
 def checked(model: Any, example_data: Any, clients: Any, secure: Any, **seconds: float) -> int | tuple[str, ...]:

@@ -47,10 +47,8 @@ def identity(node_id: int, authenticated: str, texts: Mapping[str, str]) -> tupl
     if not authenticated and not client_id:
         return f"node {node_id}", 'it has no id; start it with --node-config "client-id=..."'
     if authenticated and client_id and client_id != authenticated:
-        return (
-            client_id,
-            f"its authenticated name is {authenticated!r}; drop or correct its client-id, or its identity's name",
-        )
+        name = f"its authenticated name is {authenticated!r}"
+        return client_id, f"{name}; drop or correct its client-id, or its identity's name"
     return authenticated or client_id, None
 
 

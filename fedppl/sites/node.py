@@ -99,8 +99,11 @@ def described(
 
     def id_of(config: Mapping[str, Any]) -> str:
         # Where the operator gives the node its id later, its account is the same: limits are not granted anew.
-        name = given_id(config)
-        return name if name or secure is None else _named(secure(config) if callable(secure) else secure)
+        if (name := given_id(config)) or secure is None:
+            return name
+        with suppress(DeclarationError):  # without an identity it refuses, and its log says why
+            return site.read(Path((secure(config) if callable(secure) else secure) or "no folder")).name
+        return ""
 
     def node(config: Mapping[str, Any]) -> Node:
         here, chosen, kind_here, files = (each(config) if callable(each) else each for each in given)
@@ -114,14 +117,6 @@ def described(
         )
 
     return node
-
-
-def _named(files: Any) -> str:
-    """The name of the site's identity, or "" where there is none: then it refuses, and its log says why."""
-    try:
-        return site.read(Path(files or "no folder")).name
-    except DeclarationError:
-        return ""
 
 
 def _require_no_account(algorithm: AnyAlgorithm, policy: Any, secure: Any) -> None:

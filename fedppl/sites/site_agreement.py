@@ -181,11 +181,8 @@ def add(model: FederatedModel, data: Callable[[], Any], texts: Mapping[str, str]
     about = {"event": "agreement", "run": named(model), "client": here.site_id}
     refused: Parcel = {}, {"refused": REFUSED}
     if not waits(model) or "run" not in texts:
-        note(
-            here.guard,
-            "sums: a summary of columns would leave in the clear; the server has to agree with secure=True",
-            **about,
-        )
+        clear = "a summary of columns would leave in the clear; the server has to agree with secure=True"
+        note(here.guard, f"sums: {clear}", **about)
         return refused
     try:
         loaded = data()

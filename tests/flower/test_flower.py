@@ -24,10 +24,10 @@ from flwr.app import Message as FlowerMessage
 import fedppl
 from fedppl import Algorithm, DeclarationError, FederatedModel, audit, gaussian
 from fedppl.engine.policy import NO_RULES
-from fedppl.flower.messages import parcel_in, to_content
+from fedppl.flower.messages import to_content, unread
 from fedppl.model.template import compilations
 from fedppl.models import fedlmc_ss
-from fedppl.sites import ASK, HELLO
+from fedppl.sites import ASK, HELLO, parcel_of
 from fedppl.sites.engine import SitesEngine
 from fedppl.testing import normal_means
 from fedppl.types import Status
@@ -399,7 +399,7 @@ def test_a_request_for_another_client_is_not_answered() -> None:
         {"client_id": "client 1", "nonce": "1", "round": "1", "seed": "[1]", "run": "x", "report": "1"},
     )
     message = FlowerMessage(to_content(*parcel), dst_node_id=1, message_type=ASK, ttl=9.0)
-    assert parcel_in(app(message, one.context))[1]["failure"] == (
+    assert parcel_of(unread(app(message, one.context)))[1]["failure"] == (
         "refused by its site; the reason is in the site's own log"
     )
 

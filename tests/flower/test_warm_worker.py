@@ -25,8 +25,8 @@ pytest.importorskip("flwr")
 
 import fedppl
 from fedppl.flower import warm, worker
-from fedppl.flower.messages import parcel_in
-from fedppl.sites import CONCLUDE, HELLO
+from fedppl.flower.messages import unread
+from fedppl.sites import CONCLUDE, HELLO, parcel_of
 from fedppl.sites import node as sites
 from fedppl.storage import codec
 from fedppl.testing import normal_means
@@ -123,7 +123,7 @@ def test_replies_are_those_of_the_old_path(place: Place) -> None:
     assert len(grid.replies) == len(old.replies) > 4
     assert_array_equal(warmed.posterior.linear, cold.posterior.linear)
     assert_array_equal(warmed.posterior.precision, cold.posterior.precision)
-    contents = [[parcel_in(each) for each in replies] for replies in (grid.replies, old.replies)]
+    contents = [[parcel_of(unread(each)) for each in replies] for replies in (grid.replies, old.replies)]
     for mine, theirs in zip(*(sorted(one, key=lambda c: c[1]["client_id"]) for one in contents), strict=True):
         assert {**mine[1], "nonce": ""} == {**theirs[1], "nonce": ""}  # of the server, by chance
         for name, value in theirs[0].items():
@@ -280,9 +280,9 @@ def test_it_reads_changed_data_and_is_replaced_where_the_app_changes(place: Plac
     app = fedppl.Flower.warm_app("warm_site:app", folder=config["folder"], idle=60.0)
     (message,) = (m for m in _hello(place, app, config))
     first = _listener(config)
-    replies = [parcel_in(app(message, node(app, 1, **config).context))]
+    replies = [parcel_of(unread(app(message, node(app, 1, **config).context)))]
     np.savez(config["data"], y=place.data["client0"][:4])
-    replies.append(parcel_in(app(message, node(app, 1, **config).context)))
+    replies.append(parcel_of(unread(app(message, node(app, 1, **config).context))))
     assert "error" not in replies[0][1] and "policy of its site" in replies[1][1]["error"]  # it wants five rows
     assert _listener(config) == first
     (place.root / "warm_site.py").write_text(SITE + "\n# another\n")
@@ -299,9 +299,9 @@ def test_another_policy_holds_at_once_and_the_worker_goes_on(place: Place) -> No
     app = fedppl.Flower.warm_app("warm_site:app", folder=config["folder"], idle=60.0)
     (message,) = (m for m in _hello(place, app, config))
     first = _listener(config)
-    assert "error" not in parcel_in(app(message, node(app, 1, **config).context))[1]
+    assert "error" not in parcel_of(unread(app(message, node(app, 1, **config).context)))[1]
     own.write_text('sums = "optional"\nrows = 1000\n')
-    assert "policy of its site" in parcel_in(app(message, node(app, 1, **config).context))[1]["error"]
+    assert "policy of its site" in parcel_of(unread(app(message, node(app, 1, **config).context)))[1]["error"]
     assert _listener(config) == first
 
 

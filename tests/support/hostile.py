@@ -11,7 +11,7 @@ from flwr.app import Message as FlowerMessage
 import fedppl
 from fedppl.flower.messages import Post
 from fedppl.sites import HELLO
-from fedppl.sites.engine import ServerModel, SitesEngine, SitesSettings
+from fedppl.sites.engine import SitesEngine, SitesSettings
 from tests.support import malformed
 from tests.support.fake_grid import FakeGrid, Node, node
 
@@ -54,5 +54,5 @@ SETTINGS: Mapping[str, str] = ALGORITHM.settings
 def engine(nodes: Mapping[int, Node], clients: Any, *, wait: float = 0.3, grid: FakeGrid | None = None) -> SitesEngine:
     """The engine alone; no model is compiled."""
     settings = SitesSettings(clients, wait, 0.2)
-    declared = ServerModel(malformed.layout(), malformed.reader())
-    return SitesEngine(Post(grid or FakeGrid(dict(nodes)), 0.001, 0.01), ALGORITHM, settings, declared)
+    post = Post(grid or FakeGrid(dict(nodes)), 0.001, 0.01)
+    return SitesEngine(post, ALGORITHM, settings, malformed.layout(), malformed.reader())
