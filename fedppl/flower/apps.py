@@ -119,8 +119,8 @@ def client_app(
     *When this fails.* A site whose data do not fit, or that runs other code than the server, is refused when it
     enrols. The text of an exception stays in the site's log, since it may quote data; the server learns its type.
     """
-    options = client_id, kind, folder, policy, secure
-    node = _node.described(federated_model, algorithm, load_data, options, draws, chains)
+    options = client_id, kind, folder, policy, secure, draws, chains
+    node = _node.described(federated_model, algorithm, load_data, *options)
 
     # Flower copies the app to its workers: no closure here may hold data, compiled models or locks.
     app = ClientApp()

@@ -153,20 +153,18 @@ class Post:
             self._results.put(_Pulled(group, error))
 
 
-_ERRORS = {
+_ERRORS = {  # the first two come again
     1: "the site's app could not be loaded",
     2: "the site's app raised an exception; see the site's log",
-    3: "the message was not available any more",
-    4: "the reply was not available any more",
-    5: "the site is not reachable",
-    8: "the site's app crashed",
+    3: Absent("the message was not available any more"),
+    4: Absent("the reply was not available any more"),
+    5: Absent("the site is not reachable"),
+    8: Absent("the site's app crashed"),
 }
-_OWN_ERRORS = (1, 2)  # of the site's app, which come again
 
 
 def _letter(message: FlowerMessage) -> Letter:
     """A message's content, or Flower's error without its details, which may quote the site's data."""
     if not message.has_error():
         return unread(message)
-    reason = _ERRORS.get(message.error.code, f"Flower error {message.error.code}")
-    return reason if message.error.code in _OWN_ERRORS else Absent(reason)
+    return _ERRORS.get(message.error.code, Absent(f"Flower error {message.error.code}"))

@@ -49,10 +49,7 @@ class Transport(Protocol):
         """Send a message; its id, or None where it could not be sent."""
 
     def pull(self, asked: Mapping[str, int], *, singly: bool = False) -> list[tuple[str, Letter]]:
-        """Replies that have arrived to messages (ids, with the nodes that were asked), at most one to each.
-
-        `singly` where none may hold up the others.
-        """
+        """At most one reply to each message (ids, with the nodes asked); `singly` where none may hold up others."""
 
     def silent(self) -> set[int]:
         """Nodes that have announced a message but not sent it yet."""

@@ -13,18 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fedppl.contracts import (
-    Accept,
-    AnyAlgorithm,
-    Failure,
-    Heard,
-    Reply,
-    Request,
-    Requests,
-    SharedReader,
-    Summed,
-    unheard,
-)
+from fedppl.contracts import Accept, Failure, Heard, Reply, Request, Requests, SharedReader, Summed, unheard
+from fedppl.contracts.algorithm import AnyAlgorithm
 from fedppl.engine import secure as _secure
 from fedppl.engine.answer import require_fit, take_sum
 from fedppl.engine.guard import OTHER_COUNTS

@@ -9,7 +9,7 @@ import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -63,20 +63,15 @@ class Node(NamedTuple):
 
 
 def described(
-    federated_model: FederatedModel,
-    algorithm: AnyAlgorithm,
-    load_data: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    options: Sequence[Any],
-    draws: int,
-    chains: int,
+    model: FederatedModel, algorithm: AnyAlgorithm, load_data: Any, *options: Any
 ) -> Callable[[Mapping[str, Any]], Node]:
-    """Check what `client_app` is given (`options`: client_id, kind, folder, policy, secure); the node of a config."""
-    client_id, kind, folder, policy, secure = options
-    if not isinstance(federated_model, FederatedModel) or not isinstance(algorithm, Algorithm):
+    """Check what a site's app is given; the function from a node config to its node."""
+    client_id, kind, folder, policy, secure, draws, chains = options
+    if not isinstance(model, FederatedModel) or not isinstance(algorithm, Algorithm):
         raise DeclarationError("client_app takes a FederatedModel and an algorithm that is built, like fedppl.EP().")
     if not callable(load_data):
         raise DeclarationError(f"load_data is {type(load_data).__name__}; pass a function from node config to data.")
-    builders = list(federated_model.builders)
+    builders = list(model.builders)
     arguments: tuple[tuple[str, Any, tuple[type, ...], str], ...] = (
         ("client_id", client_id, (), "None"),
         ("kind", kind, (str,), f"one of {builders}"),
@@ -112,9 +107,7 @@ def described(
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         rules = chosen if isinstance(chosen, Policy) else Policy() if chosen is None else read(chosen)
         its_files = None if secure is None else Path(files or "no folder")  # never in the clear because of a typo
-        return Node(
-            token, federated_model, algorithm, load_data, id_of, path, draws, chains, rules, kind_here, its_files
-        )
+        return Node(token, model, algorithm, load_data, id_of, path, draws, chains, rules, kind_here, its_files)
 
     return node
 
