@@ -105,14 +105,11 @@ def __getattr__(name: str) -> Any:
             raise AttributeError(f"module 'fedppl' has no attribute {name!r}")
         return importlib.import_module(f"fedppl.{name}")
     module, package, extra = _SPACES[name]
-    try:
-        globals()[name] = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package:
-            raise
+    if package and importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(
             f"fedppl.{name} needs {package}, which is not installed: pip install 'fedppl[{extra}]'", name=package
-        ) from error
+        )
+    globals()[name] = importlib.import_module(module)
     return globals()[name]
 
 

@@ -6,8 +6,6 @@ The algorithms, the loop and the random streams are those of the embedded engine
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import flwr  # noqa: F401  # so that `fedppl.Flower` itself raises where Flower is not installed
-
 if TYPE_CHECKING:
     from fedppl.flower.apps import agree, client_app, grid, server_app
     from fedppl.flower.warm import warm_app
