@@ -3,7 +3,7 @@
 - models: fits by `fedppl.Sums` of models of `benchmarks/_exactness`, and of radon in houses of 85 counties
   (``FEDPPL_DATA``), plain and with ``InProcess(secure=True)``. Differences of means in sds, of log sds and of the log
   evidence, rounds that were void since a number did not fit, and CPU seconds of both, with clients one by one.
-- sites: a site of 200 rows in a cohort, by its own functions (`fedppl.flower.node`) with account and log: CPU seconds
+- sites: a site of 200 rows in a cohort, by its own functions (`fedppl.sites.node`) with account and log: CPU seconds
   until it has joined, CPU milliseconds of a round beside those of the same requests in the clear, and bytes of
   messages that it gets and sends, beside those in the clear.
 
@@ -34,9 +34,9 @@ from benchmarks._exactness import models, more_models
 from fedppl import gaussian, site
 from fedppl.contracts import Reply, Request
 from fedppl.engine import secure
-from fedppl.flower import masks, node, wire
-from fedppl.flower.decode import Parcel
 from fedppl.numerics.streams import client_seed
+from fedppl.sites import masks, node, wire
+from fedppl.sites.decode import Parcel
 from fedppl.storage.signed import file_memory
 
 _REPEATS = 5  # of the requests of a fit, each time in a run of its own

@@ -49,7 +49,7 @@ __all__ = [
 # Modules are loaded on first use: a site's app is a process for each message, with no time to import PyMC.
 # Namespaces: module, and the optional package and extra that it needs.
 _SPACES = {
-    "Flower": ("fedppl.flower.app", "flwr", "flower"),
+    "Flower": ("fedppl.flower", "flwr", "flower"),
     "averaging": ("fedppl.algorithms.averaging", "", ""),
     "covariance": ("fedppl.numerics.covariance", "", ""),
     "curves": ("fedppl.coregional.curves", "", ""),
@@ -107,14 +107,11 @@ def __getattr__(name: str) -> Any:
             raise AttributeError(f"module 'fedppl' has no attribute {name!r}")
         return importlib.import_module(f"fedppl.{name}")
     module, package, extra = _SPACES[name]
-    try:
-        globals()[name] = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package:
-            raise
+    if package and importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(
             f"fedppl.{name} needs {package}, which is not installed: pip install 'fedppl[{extra}]'", name=package
-        ) from error
+        )
+    globals()[name] = importlib.import_module(module)
     return globals()[name]
 
 

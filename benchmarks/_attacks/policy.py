@@ -25,11 +25,11 @@ from fedppl import privacy
 from fedppl.algorithms.tolerances import LENGTHS
 from fedppl.contracts import Reply, Request
 from fedppl.engine.policy import Policy, refuse_release
-from fedppl.flower import conclusions as _ending
-from fedppl.flower import node as _node
-from fedppl.flower import wire as _wire
 from fedppl.gaussian import Gaussian, unpack_triangle
 from fedppl.local.target import pack_target
+from fedppl.sites import conclusions as _ending
+from fedppl.sites import node as _node
+from fedppl.sites import wire as _wire
 from fedppl.storage import signed as _memory
 
 _PRIOR_SD = 2.5

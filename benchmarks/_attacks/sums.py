@@ -1,6 +1,6 @@
 """Servers, and members beside them, that are after a single site's numbers where sites answer in sums under masks.
 
-Four sites are driven through their own functions (`fedppl.flower.node`), each with a folder, an account and a policy.
+Four sites are driven through their own functions (`fedppl.sites.node`), each with a folder, an account and a policy.
 Each run does one thing that a server can do, on points, a victim and a run's name of its own. Whatever words leave is
 held against what the sites have computed: words alone, each sum and difference of two, sums over all who answered, and
 differences of those. Found is a site's numbers, or their difference between two questions, where words agree with it;
@@ -37,9 +37,9 @@ import fedppl
 from fedppl import site
 from fedppl.contracts import Reply, Request
 from fedppl.engine import secure
-from fedppl.flower import masks, node, wire
-from fedppl.flower.decode import Parcel
 from fedppl.numerics.streams import client_seed
+from fedppl.sites import masks, node, wire
+from fedppl.sites.decode import Parcel
 from fedppl.storage.signed import file_memory
 from fedppl.testing import normal_means
 from fedppl.types import Message

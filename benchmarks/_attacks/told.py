@@ -21,9 +21,9 @@ import pymc as pm
 import fedppl
 from fedppl import audit
 from fedppl.contracts import Failure, Request
-from fedppl.flower import node as _node
-from fedppl.flower import wire
 from fedppl.formulas.agreement import tell
+from fedppl.sites import node as _node
+from fedppl.sites import wire
 from fedppl.storage.signed import file_memory
 from fedppl.types import Array
 

@@ -115,9 +115,9 @@ def _reader() -> Any:
 
 def _bare(kind: str, case: Any) -> str | None:
     """The decoding alone."""
-    from fedppl.flower import decode as _decode
-    from fedppl.flower import wire as _wire
     from fedppl.run.one_round import why_not
+    from fedppl.sites import decode as _decode
+    from fedppl.sites import wire as _wire
     from tests.support import malformed
 
     try:
@@ -140,8 +140,8 @@ def _through_flower() -> Any:
     """The same on the fake grid: the run goes on beside an honest site, whatever the other sends."""
     from fedppl import DeclarationError
     from fedppl.contracts import Reply
-    from fedppl.flower.messages import HELLO
     from fedppl.run.one_round import why_not
+    from fedppl.sites import HELLO
     from tests.support import malformed
     from tests.support.fake_grid import FakeGrid
     from tests.support.hostile import SETTINGS, engine, plain, site
@@ -183,7 +183,7 @@ def _prior(count: int) -> dict[str, Any]:
     import fedppl
     from fedppl import gaussian
     from fedppl.engine.policy import NO_RULES
-    from fedppl.flower.messages import HELLO
+    from fedppl.sites import HELLO
     from fedppl.testing import normal_means
     from tests.support import malformed
     from tests.support.fake_grid import FakeGrid, node

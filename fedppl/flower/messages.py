@@ -6,8 +6,8 @@ import queue
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
@@ -15,20 +15,13 @@ from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-from fedppl.flower import decode as _decode
-from fedppl.flower.decode import Malformed, Parcel
-from fedppl.settings import one_line
+from fedppl.sites import KINDS, Absent, Content, Letter, parcel_of
+from fedppl.sites import decode as _decode
+from fedppl.sites.decode import Parcel
 from fedppl.types import Message
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
-
-T = TypeVar("T")
-
-# Message types: category and action.
-HELLO, AGREE, ASK, CONCLUDE = "query.fedppl_hello", "query.fedppl_agree", "train.fedppl", "evaluate.fedppl"
-GREET, JOIN, GATE = "query.fedppl_greet", "query.fedppl_join", "query.fedppl_gate"  # of sites whose sums are secure
-KINDS = HELLO, AGREE, GREET, JOIN, GATE, ASK, CONCLUDE
 
 
 def register(app: ClientApp, reply: Callable[[FlowerMessage, Context], FlowerMessage]) -> None:
@@ -41,7 +34,7 @@ def register(app: ClientApp, reply: Callable[[FlowerMessage, Context], FlowerMes
 def read_message(message: FlowerMessage) -> tuple[Mapping[str, Any], dict[str, str]]:
     """Arrays and texts of a message; empty where it cannot be read, which the site then refuses as malformed."""
     try:
-        return from_content(message.content)
+        return parcel_of(unread(message))
     except Exception:
         return {}, {}
 
@@ -52,23 +45,15 @@ def to_content(arrays: Message, texts: Mapping[str, str]) -> RecordDict:
     return RecordDict({"arrays": record, "texts": ConfigRecord(dict(texts))})
 
 
-def texts_of(content: RecordDict) -> dict[str, str]:
-    """Texts of a Flower message, or `Malformed`."""
-    return _decode.texts(_record(content, "texts", ConfigRecord))
+def unread(message: FlowerMessage) -> Content:
+    """What a message holds: bytes of arrays, as Flower itself would believe their declared type and shape."""
 
+    def arrays() -> dict[str, Any]:
+        with _decode.reading("'arrays'"):
+            record = _record(message.content, "arrays", ArrayRecord)
+            return {name: value.data if value.stype == "numpy.ndarray" else None for name, value in record.items()}
 
-def from_content(
-    content: RecordDict, shapes: Mapping[str, tuple[int, ...]] | None = None, most: int = _decode.ARRAYS_BYTES
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Arrays and texts of a Flower message, or `Malformed`; `shapes` and `most` as in `decode.arrays`.
-
-    Flower itself would believe the type and shape that an array declares.
-    """
-    texts = texts_of(content)
-    with _decode.reading("'arrays'"):
-        record = _record(content, "arrays", ArrayRecord)
-        plain = {name: value.data if value.stype == "numpy.ndarray" else None for name, value in record.items()}
-    return _decode.arrays(plain, shapes, most), texts
+    return Content(lambda: _record(message.content, "texts", ConfigRecord), arrays)
 
 
 def _record(content: RecordDict, name: str, kind: type) -> Mapping[str, Any]:
@@ -87,15 +72,6 @@ _UNREADABLE: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError, 
 _UNREADABLE += (ArithmeticError, RecursionError, MemoryError, struct.error, DecodeError)
 
 _PATIENCE = 2.0  # seconds with a call for messages that does not return
-
-
-class Absent(str):
-    """Why nothing has come from a site: it may be asked the same again."""
-
-    __slots__ = ()
-
-
-Letter = FlowerMessage | str  # or the reason why it could not be unpacked
 
 
 class _Pulled(NamedTuple):
@@ -163,7 +139,7 @@ class Post:
                 message_id, sender = message.metadata.reply_to_message_id, message.metadata.src_node_id
                 # Dropped: a reply to another message, one of another node, or a second one.
                 if message_id in asked and (message.has_error() or sender == asked[message_id]):
-                    letters.setdefault(message_id, message)
+                    letters.setdefault(message_id, _letter(message))
         return list(letters.items())
 
     def silent(self) -> set[int]:
@@ -176,46 +152,19 @@ class Post:
         except Exception as error:  # `pull` decides what it means
             self._results.put(_Pulled(group, error))
 
-    def replies(self, asked: Mapping[str, int], deadline: float) -> Iterable[tuple[str, Letter]]:
-        """Yield replies as they come, until all are there or the deadline (seconds) has passed."""
-        waiting, end = dict(asked), time.monotonic() + deadline
-        while waiting:
-            looked = time.monotonic()
-            for message_id, message in self.pull(waiting):
-                del waiting[message_id]
-                yield message_id, message
-            if not waiting or time.monotonic() > end:
-                return
-            # A slow pull (many messages) is not repeated at once: it would hold up the replies that it waits for.
-            pause = max(self.poll, time.monotonic() - looked)
-            time.sleep(min(pause, max(0.0, end - time.monotonic())))
 
-
-_ERRORS = {
+_ERRORS = {  # the first two come again
     1: "the site's app could not be loaded",
     2: "the site's app raised an exception; see the site's log",
-    3: "the message was not available any more",
-    4: "the reply was not available any more",
-    5: "the site is not reachable",
-    8: "the site's app crashed",
+    3: Absent("the message was not available any more"),
+    4: Absent("the reply was not available any more"),
+    5: Absent("the site is not reachable"),
+    8: Absent("the site's app crashed"),
 }
 
 
-_OWN_ERRORS = (1, 2)  # of the site's app, which come again
-
-
-def read_letter(letter: Letter, read: Callable[[RecordDict], T], cannot: str) -> T | str:
-    """What `read` makes of a message's content, or why it is no answer: by `cannot` and a rule where it is malformed.
-
-    Flower's own details are left out, since they may quote the site's data.
-    """
-    if isinstance(letter, str):
-        return letter
-    if letter.has_error():
-        reason = _ERRORS.get(letter.error.code, f"Flower error {letter.error.code}")
-        return reason if letter.error.code in _OWN_ERRORS else Absent(reason)
-    try:
-        with _decode.reading("it"):
-            return read(letter.content)
-    except Malformed as error:
-        return f"{cannot}: {one_line(error)}"
+def _letter(message: FlowerMessage) -> Letter:
+    """A message's content, or Flower's error without its details, which may quote the site's data."""
+    if not message.has_error():
+        return unread(message)
+    return _ERRORS.get(message.error.code, Absent(f"Flower error {message.error.code}"))

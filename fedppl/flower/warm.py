@@ -26,9 +26,10 @@ from flwr.app import Context
 from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 
-from fedppl.flower.messages import AGREE, ASK, GATE, GREET, HELLO, JOIN, read_message, register, to_content
+from fedppl.flower.messages import read_message, register, to_content
 from fedppl.flower.worker import LOCK, LOG, MOST, Door, clear, limited, opened, overdue, read_door
 from fedppl.settings import shown
+from fedppl.sites import AGREE, ASK, GATE, GREET, HELLO, JOIN
 from fedppl.storage import codec
 from fedppl.storage.signed import open_to_write
 from fedppl.types import DeclarationError

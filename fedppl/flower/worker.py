@@ -134,7 +134,7 @@ def main(options: Mapping[str, Any]) -> None:
 
 
 def _node_of(app: str) -> Any:
-    from fedppl.flower.client_app import declared  # after the socket is there: it takes seconds
+    from fedppl.flower.apps import declared  # after the socket is there: it takes seconds
 
     module, _, name = app.partition(":")
     site_app = getattr(importlib.import_module(module), name)
@@ -167,8 +167,8 @@ def _leave(folder: Path, door: Door) -> None:
 
 def _serve(connection: Connection, door: Door, node_of: Any, folder: Path) -> None:
     """Answer a request. After an error without an answer the app answers by itself."""
-    from fedppl.flower.client_app import answer
-    from fedppl.flower.messages import CONCLUDE
+    from fedppl.sites import CONCLUDE
+    from fedppl.sites.conclusions import answer
 
     try:
         with limited(connection, _PROOFS):

@@ -23,13 +23,12 @@ from fedppl import DeclarationError, FederatedModel, Policy
 from fedppl.contracts import Request
 from fedppl.engine import account as _account
 from fedppl.engine.guard import Ledger, Run, in_memory, let_out, tells
-from fedppl.flower import conclusions
-from fedppl.flower import node as _node
-from fedppl.flower.conclusions import read_told
-from fedppl.flower.decode import Malformed
-from fedppl.flower.messages import CONCLUDE
 from fedppl.gaussian import Gaussian
 from fedppl.local.target import pack_target
+from fedppl.sites import CONCLUDE, conclusions
+from fedppl.sites import node as _node
+from fedppl.sites.conclusions import read_told
+from fedppl.sites.decode import Malformed
 from fedppl.storage.signed import file_memory
 from fedppl.testing import normal_means
 from tests.support import malformed

@@ -22,11 +22,11 @@ from fedppl.engine import account as _account
 from fedppl.engine.account import changed_rows, version_of
 from fedppl.engine.guard import REFUSED, Guard, admit, holdings, in_memory, numbers, released, summed, tally
 from fedppl.engine.policy import NO_RULES, Holdings
-from fedppl.flower import conclusions as _conclusions
-from fedppl.flower import node as _node
-from fedppl.flower import wire as _wire
-from fedppl.flower.node import Node
 from fedppl.gaussian import Gaussian
+from fedppl.sites import conclusions as _conclusions
+from fedppl.sites import node as _node
+from fedppl.sites import wire as _wire
+from fedppl.sites.node import Node
 from fedppl.storage import signed
 from fedppl.storage.signed import Memory, file_memory
 from fedppl.types import LocalFailure

@@ -18,7 +18,9 @@ pytest.importorskip("sqlalchemy")
 
 import fedppl
 from fedppl import DeclarationError, Policy, audit, sources
-from fedppl.flower import client_app
+from fedppl.flower import apps
+from fedppl.sites import AGREE, ASK, GATE, HELLO, JOIN, conclusions
+from fedppl.storage.signed import file_memory
 from tests.support.fake_grid import FakeGrid, node
 
 NAMES = ("north", "south", "west")
@@ -86,12 +88,12 @@ def test_a_changed_query_is_refused_before_it_is_asked(databases: Path, tmp_path
 
 def asked_of(folder: Path, load: Any, kind: str) -> Any:
     app = fedppl.Flower.client_app(MODEL, fedppl.EP(), load, folder=folder, policy=LISTED)
-    here = client_app.declared[app]({"client-id": "north"})
+    here = apps.declared[app]({"client-id": "north"})
     texts = {"client_id": "north", "min_count": "5", "nonce": "1"}
-    return client_app.answer(kind, here, {"client-id": "north"}, client_app.file_memory(folder), ({}, texts))
+    return conclusions.answer(kind, here, {"client-id": "north"}, file_memory(folder), ({}, texts))
 
 
-@pytest.mark.parametrize("kind", [client_app.HELLO, client_app.AGREE, client_app.ASK, client_app.JOIN, client_app.GATE])
+@pytest.mark.parametrize("kind", [HELLO, AGREE, ASK, JOIN, GATE])
 def test_no_message_makes_a_site_read_rows_by_another_query(tmp_path: Path, kind: str) -> None:
     """Nor by a function, of which nobody knows what it reads."""
     read: list[Any] = []

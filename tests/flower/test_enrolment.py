@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-pytest.importorskip("flwr")
-
-from fedppl.flower import decode as _decode
-from fedppl.flower.wire import other_model, other_terms, shapes_of_hello
 from fedppl.model.checks import fingerprint
+from fedppl.sites import decode as _decode
+from fedppl.sites.wire import other_model, other_terms, shapes_of_hello
 from fedppl.types import Layout
 from tests.support import malformed
 

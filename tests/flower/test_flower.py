@@ -24,10 +24,11 @@ from flwr.app import Message as FlowerMessage
 import fedppl
 from fedppl import Algorithm, DeclarationError, FederatedModel, audit, gaussian
 from fedppl.engine.policy import NO_RULES
-from fedppl.flower.grid import GridEngine
-from fedppl.flower.messages import ASK, HELLO, from_content, to_content
+from fedppl.flower.messages import to_content, unread
 from fedppl.model.template import compilations
 from fedppl.models import fedlmc_ss
+from fedppl.sites import ASK, HELLO, parcel_of
+from fedppl.sites.engine import SitesEngine
 from fedppl.testing import normal_means
 from fedppl.types import Status
 from tests.support import problems
@@ -348,14 +349,14 @@ def test_the_servers_log_tells_phase_change_and_what_is_left(caplog: pytest.LogC
     """Of each round, and of each site whose answer has come."""
     model, clients = normal_means(3)
     heard: list[list[str]] = []
-    exchange = GridEngine.exchange
+    exchange = SitesEngine.exchange
 
     def listening(self: Any, requests: Any, deadline: Any, tell: Any) -> Any:
         heard.append([])
         return exchange(self, requests, deadline, lambda name: (heard[-1].append(name), tell(name)))
 
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, logger="fedppl"):
-        patch.setattr(GridEngine, "exchange", listening)
+        patch.setattr(SitesEngine, "exchange", listening)
         result = fit(FakeGrid(nodes_of(model, clients)), model, 3)
     assert [sorted(names) for names in heard] == [sorted(clients)] * len(result.records)
     lines = [one.getMessage() for one in caplog.records if one.name == "fedppl.run.one_round"]
@@ -398,7 +399,7 @@ def test_a_request_for_another_client_is_not_answered() -> None:
         {"client_id": "client 1", "nonce": "1", "round": "1", "seed": "[1]", "run": "x", "report": "1"},
     )
     message = FlowerMessage(to_content(*parcel), dst_node_id=1, message_type=ASK, ttl=9.0)
-    assert from_content(app(message, one.context).content)[1]["failure"] == (
+    assert parcel_of(unread(app(message, one.context)))[1]["failure"] == (
         "refused by its site; the reason is in the site's own log"
     )
 
@@ -561,7 +562,7 @@ def test_other_data_at_a_site_draw_no_posterior_of_a_finished_run(
     folder = {"folder": lambda config: tmp_path / config["client-id"]}
     nodes = nodes_of(model, clients, **folder)
     with pytest.MonkeyPatch.context() as patched:  # the server dies before it has told them that the run is over
-        patched.setattr(GridEngine, "conclude", lambda *arguments: {})
+        patched.setattr(SitesEngine, "conclude", lambda *arguments: {})
         first = fit(FakeGrid(nodes), model, 2, checkpoint=path)
     app = site_app(model, {**clients, "client 1": {"y": clients["client 1"]["y"] * 10}}, **folder)
     grid = FakeGrid({node_id: one._replace(app=app) for node_id, one in nodes.items()})

@@ -23,9 +23,9 @@ from fedppl import Policy, audit, gaussian
 from fedppl.contracts import Failure, Request
 from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED
-from fedppl.flower import masks, wire
-from fedppl.flower.messages import ASK, GATE, GREET, JOIN, from_content, to_content
+from fedppl.flower.messages import to_content, unread
 from fedppl.numerics.streams import client_seed
+from fedppl.sites import ASK, GATE, GREET, JOIN, masks, parcel_of, wire
 from fedppl.storage import signed
 from fedppl.types import ConvergenceWarning
 from tests.engine.test_few_rows_in_sums import RULES, cohort
@@ -84,9 +84,7 @@ def test_a_level_of_one_row_at_one_site_is_fitted_and_every_request_has_a_gate(t
         gates, requests = (lines(tmp_path / "gated", name, event) for event in ("gate", "request"))
         assert [line["request_digest"] for line in gates] == [line["request_digest"] for line in requests]
         assert not any(line["refused"] for line in [*gates, *requests])
-    words = [
-        from_content(reply.content)[0][masks.WORDS] for reply in grid.replies if reply.metadata.message_type == GATE
-    ]
+    words = [parcel_of(unread(reply))[0][masks.WORDS] for reply in grid.replies if reply.metadata.message_type == GATE]
     each = [bits(np.asarray(one)) for one in words]
     assert abs(np.concatenate(each).mean() - 0.5) < 5 * 0.5 / np.sqrt(sum(map(len, each)))
     total = secure.added([np.asarray(one).view(np.uint64) for one in words[: len(NAMES)]])
@@ -130,7 +128,7 @@ class Server:
         one = self._grid.nodes[10 + NAMES.index(name)]
         message = FlowerMessage(content=to_content(*parcel), dst_node_id=1, message_type=kind, ttl=60.0)
         message.metadata.__dict__["_message_id"] = "1"
-        return from_content(one.app(message, one.context).content)
+        return parcel_of(unread(one.app(message, one.context)))
 
     def parcel(self, name: str, round: int = 1, **more: Any) -> Any:
         request = Request(name, 7, round, (1, round, client_seed(name)), self.message, "run")._replace(**more)

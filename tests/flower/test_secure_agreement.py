@@ -22,10 +22,10 @@ import fedppl
 from fedppl import DataError, DeclarationError, Policy, audit, gaussian, site
 from fedppl.engine import account, secure
 from fedppl.engine.guard import REFUSED
-from fedppl.flower import masks, wire
-from fedppl.flower.messages import AGREE, ASK, GREET, HELLO, JOIN, from_content, to_content
-from fedppl.flower.site_agreement import named
+from fedppl.flower.messages import to_content, unread
 from fedppl.formulas.exchange import flat, in_sum, of_sum, sizes
+from fedppl.sites import AGREE, ASK, GREET, HELLO, JOIN, masks, parcel_of, wire
+from fedppl.sites.site_agreement import named
 from tests.support.fake_grid import FakeGrid, node
 
 NAMES = ("north", "south", "west")
@@ -85,7 +85,7 @@ def agree(grid: FakeGrid, model: Any = MODEL, clients: Any = 3, **keywords: Any)
 
 def words_of(grid: FakeGrid) -> list[np.ndarray]:
     """Words that sites have sent before a run, by the sites' names."""
-    contents = [from_content(reply.content) for reply in grid.replies]
+    contents = [parcel_of(unread(reply)) for reply in grid.replies]
     before = {texts["client_id"]: arrays for arrays, texts in contents if masks.WORDS in arrays and "version" in texts}
     return [np.asarray(arrays[masks.WORDS]).view(np.uint64) for _, arrays in sorted(before.items())]
 
@@ -220,7 +220,7 @@ def test_the_server_is_sent_the_cohort_s_counts_and_no_site_s(tmp_path: Path) ->
     assert abs(noise.mean() - 0.5) < 5 * 0.5 / np.sqrt(len(noise))
     assert all(min(words[:4]) > 2**40 for words in (*parts, secure.added(parts[:2])))
     for reply in grid.replies:
-        _, texts = from_content(reply.content)
+        _, texts = parcel_of(unread(reply))
         assert set(texts) in ({"client_id", "version"}, {"client_id", "version", "fewest", *secure.Greeting._fields})
 
 
@@ -256,7 +256,7 @@ def send(grid: FakeGrid, place: int, cohort: list[secure.Greeting] | None = None
     question = FlowerMessage(content=to_content({}, texts), dst_node_id=1, message_type=AGREE, ttl=60.0)
     question.metadata.__dict__["_message_id"] = "1"
     one = grid.nodes[10 + place]
-    return from_content(one.app(question, one.context).content)
+    return parcel_of(unread(one.app(question, one.context)))
 
 
 def part(grid: FakeGrid, place: int, cohort: list[secure.Greeting]) -> np.ndarray:
@@ -334,7 +334,7 @@ def of_kind(grid: FakeGrid, place: int, kind: str, texts: dict[str, str]) -> dic
     question = FlowerMessage(content=to_content({}, texts), dst_node_id=1, message_type=kind, ttl=60.0)
     question.metadata.__dict__["_message_id"] = "1"
     one = grid.nodes[10 + place]
-    return dict(from_content(one.app(question, one.context).content)[1])
+    return dict(parcel_of(unread(one.app(question, one.context)))[1])
 
 
 # What a site refuses, and what the server does then -------------------------------------------------------------------
@@ -420,7 +420,7 @@ def test_answers_that_are_none_are_refused_and_noise_is_no_sum(tmp_path: Path) -
 
         def fault(message: FlowerMessage, node_id: int, change: Any = change) -> Any:
             def changed(reply: FlowerMessage) -> FlowerMessage:
-                arrays, texts = from_content(reply.content)
+                arrays, texts = parcel_of(unread(reply))
                 reply.content = to_content({name: change(words) for name, words in arrays.items()}, texts)
                 return reply
 

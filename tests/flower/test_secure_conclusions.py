@@ -24,10 +24,10 @@ import fedppl
 from benchmarks._attacks import poisoned
 from fedppl import DeclarationError, FederatedModel, Policy
 from fedppl.engine import secure
-from fedppl.flower import conclusions, masks
-from fedppl.flower import node as _node
-from fedppl.flower.messages import ASK, CONCLUDE, from_content
+from fedppl.flower.messages import unread
 from fedppl.results.records import COHORT
+from fedppl.sites import ASK, CONCLUDE, conclusions, masks, parcel_of
+from fedppl.sites import node as _node
 from fedppl.storage import signed
 from fedppl.testing import normal_means
 from tests.flower.test_secure_sites import NAMES, OPEN, bits, identities, refused_by
@@ -102,7 +102,7 @@ def fit(grid: FakeGrid, model: FederatedModel, *, secured: bool = True, **keywor
 def told_by(grid: FakeGrid) -> list[dict[str, np.ndarray]]:
     """Arrays of the answers at the end, one a site."""
     kinds = [message for message in grid.replies if message.metadata.message_type == CONCLUDE]
-    return [from_content(message.content)[0] for message in kinds]
+    return [parcel_of(unread(message))[0] for message in kinds]
 
 
 # The same figures -----------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_answers_at_the_end_are_noise_each(three: Any) -> None:
     assert [set(words) for words in told] == [set(conclusions.SUMS)] * 3
     noise = np.concatenate([bits(part) for words in told for part in words.values()])
     assert abs(noise.mean() - 0.5) < 5 * 0.5 / np.sqrt(len(noise))
-    texts = [from_content(one.content)[1] for one in grid.replies if one.metadata.message_type == CONCLUDE]
+    texts = [parcel_of(unread(one))[1] for one in grid.replies if one.metadata.message_type == CONCLUDE]
     assert all(set(each) == {"client_id"} for each in texts)
 
 
@@ -242,7 +242,7 @@ def test_one_site_whose_policy_names_less_keeps_the_sum_from_all(
     model, _ = of_coins()
     rules = dict.fromkeys(NAMES, BOTH) | {"client 1": dataclasses.replace(BOTH, conclusions=("calibration",))}
     grid = grid_of(tmp_path, of_coins(), rules)
-    with caplog.at_level(logging.INFO, "fedppl.flower.grid"):
+    with caplog.at_level(logging.INFO, "fedppl.sites.engine"):
         found = fit(grid, model)
     assert found.status.ok and set(found.told[COHORT]) == {"calibration"}
     assert fedppl.reliability(found).rows == 120
@@ -326,7 +326,7 @@ def test_a_site_whose_answer_is_lost_is_asked_again_and_says_the_same(tmp_path: 
         def drop(reply: FlowerMessage) -> FlowerMessage:
             from flwr.app import Error
 
-            first[to] = from_content(reply.content)[0]
+            first[to] = parcel_of(unread(reply))[0]
             return FlowerMessage(Error(5, "gone"), reply_to=message)
 
         if message.metadata.message_type == CONCLUDE and to in lost:
@@ -347,7 +347,7 @@ def test_a_site_whose_answer_is_lost_is_asked_again_and_says_the_same(tmp_path: 
 
 def told_by_node(grid: FakeGrid, to: int) -> list[dict[str, np.ndarray]]:
     of = [m for m in grid.replies if m.metadata.message_type == CONCLUDE and m.metadata.src_node_id == to]
-    return [from_content(m.content)[0] if m.has_content() else {} for m in of]
+    return [parcel_of(unread(m))[0] if m.has_content() else {} for m in of]
 
 
 def test_a_site_that_stays_away_at_the_end_costs_the_sums_and_not_the_fit(
@@ -396,7 +396,7 @@ def ended(tmp_path: Path) -> tuple[Path, dict[str, Any], list[Any]]:
     def fault(message: FlowerMessage, to: int) -> Any:
         if message.metadata.message_type != CONCLUDE:
             return None
-        kept.append(from_content(message.content))
+        kept.append(parcel_of(unread(message)))
         return 5
 
     fit(grid_of(tmp_path, of_coins(), fault=fault), model, wait=0.01)

@@ -16,8 +16,8 @@ pytest.importorskip("flwr")
 import fedppl
 from fedppl.contracts import Request, Requests
 from fedppl.engine import secure
-from fedppl.flower.messages import ASK, GREET, JOIN
 from fedppl.numerics.streams import client_seed
+from fedppl.sites import ASK, GREET, JOIN
 from tests.flower.test_secure_sites import NAMES, declared, grid_of, identities
 from tests.support.fake_grid import engine_of
 

@@ -26,10 +26,10 @@ from fedppl import DeclarationError, Policy, audit, gaussian, site
 from fedppl.contracts import Failure, Reply, Request
 from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED
-from fedppl.flower import conclusions, masks, wire
-from fedppl.flower.decode import Parcel
-from fedppl.flower.messages import AGREE, ASK, CONCLUDE, GREET, HELLO, JOIN, from_content, to_content
+from fedppl.flower.messages import to_content, unread
 from fedppl.numerics.streams import client_seed
+from fedppl.sites import AGREE, ASK, CONCLUDE, GREET, HELLO, JOIN, conclusions, masks, parcel_of, wire
+from fedppl.sites.decode import Parcel
 from fedppl.storage import signed
 from fedppl.testing import normal_means
 from fedppl.types import ConvergenceWarning, Message
@@ -115,7 +115,7 @@ def test_a_fit_over_sites_is_the_plain_one_and_the_server_is_sent_noise(tmp_path
     assert kinds.count(GREET) == kinds.count(JOIN) == 3 and kinds.count(ASK) == 3 * len(hidden.records)
     words = []
     for message in grid.replies:
-        arrays, texts = from_content(message.content)
+        arrays, texts = parcel_of(unread(message))
         if message.metadata.message_type == ASK:
             assert set(arrays) == {masks.WORDS} and texts["info"] == "{}" and not texts["reason"]
             assert set(texts) == {"client_id", "nonce", "fingerprint", "info", "reason"}
@@ -277,7 +277,7 @@ def test_a_site_that_sends_something_else_makes_the_round_void(tmp_path: Path) -
 
     def other(arrays: Mapping[str, Any] | None = None, **texts: str) -> Callable[[FlowerMessage], FlowerMessage]:
         def changed(reply: FlowerMessage) -> FlowerMessage:
-            before = from_content(reply.content)
+            before = parcel_of(unread(reply))
             reply.content = to_content(before[0] if arrays is None else arrays, {**before[1], **texts})
             return reply
 
@@ -331,7 +331,7 @@ class Server:
         one = self._grid.nodes[10 + NAMES.index(name)]
         message = FlowerMessage(content=to_content(*parcel), dst_node_id=1, message_type=kind, ttl=60.0)
         message.metadata.__dict__["_message_id"] = "1"
-        return from_content(one.app(message, one.context).content)
+        return parcel_of(unread(one.app(message, one.context)))
 
     def greeting(self, name: str, run: str = "run") -> secure.Greeting:
         return masks.unpack_greeting(self.send(GREET, name, ({}, masks.ask(name, run)))[1], name)
@@ -624,7 +624,7 @@ def test_an_id_that_a_node_is_given_later_is_of_the_same_account(tmp_path: Path)
         one = node(app, 10, **config)
         question = FlowerMessage(content=to_content({}, {}), dst_node_id=1, message_type=HELLO, ttl=60.0)
         question.metadata.__dict__["_message_id"] = "1"
-        assert from_content(one.app(question, one.context).content)[1]["client_id"] == "client 0"
+        assert parcel_of(unread(one.app(question, one.context)))[1]["client_id"] == "client 0"
     assert list(json.loads((tmp_path / "at client 0" / "ledger.json").read_bytes())["clients"]) == ["client 0"]
 
 

@@ -21,15 +21,14 @@ from fedppl import DataError, DeclarationError, Policy, audit
 from fedppl.engine import account as _account
 from fedppl.engine.guard import REFUSED
 from fedppl.engine.policy import NO_RULES
-from fedppl.flower import wire
-from fedppl.flower.client_app import _context_memory as in_node
-from fedppl.flower.decode import Malformed
-from fedppl.flower.messages import AGREE
-from fedppl.flower.site_agreement import accept, declared, named, without_rare
+from fedppl.flower.apps import _context_memory as in_node
 from fedppl.formulas.agreement import Agreement, Column, Told, raised, tell
 from fedppl.formulas.exchange import asked, contradiction, example
 from fedppl.formulas.formula import of_told
 from fedppl.results import diagnostics
+from fedppl.sites import AGREE, wire
+from fedppl.sites.decode import Malformed
+from fedppl.sites.site_agreement import accept, declared, named, without_rare
 from fedppl.storage.signed import Memory, file_memory
 from tests.support import problems
 from tests.support.fake_grid import FakeGrid, Node, node

@@ -24,9 +24,10 @@ from numpy.testing import assert_array_equal
 pytest.importorskip("flwr")
 
 import fedppl
-from fedppl.flower import node as sites
 from fedppl.flower import warm, worker
-from fedppl.flower.messages import CONCLUDE, HELLO, from_content
+from fedppl.flower.messages import unread
+from fedppl.sites import CONCLUDE, HELLO, parcel_of
+from fedppl.sites import node as sites
 from fedppl.storage import codec
 from fedppl.testing import normal_means
 from tests.support.fake_grid import FakeGrid, engine_of, node
@@ -104,9 +105,7 @@ def _ends(pid: int, seconds: float = 30.0) -> bool:
     return not _lives(pid)
 
 
-@pytest.mark.parametrize(
-    "code", ["fedppl.Flower.warm_app('a.b:app', folder='x')", "import fedppl.flower.worker; sys.modules.pop('flwr', 0)"]
-)
+@pytest.mark.parametrize("code", ["fedppl.Flower.warm_app('a.b:app', folder='x')", "import fedppl.flower.worker"])
 def test_neither_the_apps_process_nor_a_worker_that_begins_to_listen_imports_what_is_heavy(code: str) -> None:
     heavy = ("pymc", "pytensor", "arviz", "torch", "numba", "pandas") + ("flwr.app",) * ("worker" in code)
     code = f"import sys, fedppl; {code}; print([m for m in {heavy} if m in sys.modules])"
@@ -122,7 +121,7 @@ def test_replies_are_those_of_the_old_path(place: Place) -> None:
     assert len(grid.replies) == len(old.replies) > 4
     assert_array_equal(warmed.posterior.linear, cold.posterior.linear)
     assert_array_equal(warmed.posterior.precision, cold.posterior.precision)
-    contents = [[from_content(each.content) for each in replies] for replies in (grid.replies, old.replies)]
+    contents = [[parcel_of(unread(each)) for each in replies] for replies in (grid.replies, old.replies)]
     for mine, theirs in zip(*(sorted(one, key=lambda c: c[1]["client_id"]) for one in contents), strict=True):
         assert {**mine[1], "nonce": ""} == {**theirs[1], "nonce": ""}  # of the server, by chance
         for name, value in theirs[0].items():
@@ -279,9 +278,9 @@ def test_it_reads_changed_data_and_is_replaced_where_the_app_changes(place: Plac
     app = fedppl.Flower.warm_app("warm_site:app", folder=config["folder"], idle=60.0)
     (message,) = (m for m in _hello(place, app, config))
     first = _listener(config)
-    replies = [from_content(app(message, node(app, 1, **config).context).content)]
+    replies = [parcel_of(unread(app(message, node(app, 1, **config).context)))]
     np.savez(config["data"], y=place.data["client0"][:4])
-    replies.append(from_content(app(message, node(app, 1, **config).context).content))
+    replies.append(parcel_of(unread(app(message, node(app, 1, **config).context))))
     assert "error" not in replies[0][1] and "policy of its site" in replies[1][1]["error"]  # it wants five rows
     assert _listener(config) == first
     (place.root / "warm_site.py").write_text(SITE + "\n# another\n")
@@ -298,9 +297,9 @@ def test_another_policy_holds_at_once_and_the_worker_goes_on(place: Place) -> No
     app = fedppl.Flower.warm_app("warm_site:app", folder=config["folder"], idle=60.0)
     (message,) = (m for m in _hello(place, app, config))
     first = _listener(config)
-    assert "error" not in from_content(app(message, node(app, 1, **config).context).content)[1]
+    assert "error" not in parcel_of(unread(app(message, node(app, 1, **config).context)))[1]
     own.write_text('sums = "optional"\nrows = 1000\n')
-    assert "policy of its site" in from_content(app(message, node(app, 1, **config).context).content)[1]["error"]
+    assert "policy of its site" in parcel_of(unread(app(message, node(app, 1, **config).context)))[1]["error"]
     assert _listener(config) == first
 
 
@@ -413,7 +412,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
     own = sites.Node(
         "t", normal_means(1)[0], fedppl.EP(), lambda c: None, lambda c: "a", site, 10, 1, fedppl.policy.NO_RULES
     )
-    monkeypatch.setattr("fedppl.flower.client_app.answer", lambda *arguments: ({"a": np.zeros(2**21)}, {}))
+    monkeypatch.setattr("fedppl.sites.conclusions.answer", lambda *arguments: ({"a": np.zeros(2**21)}, {}))
     here, there = _pair()
     with here, there, (tmp_path / "log").open("w+b") as log:
         monkeypatch.setattr(worker, "_STDERR", log.fileno())
@@ -474,7 +473,7 @@ class Blind(Connection):
 
 def test_who_does_not_look_at_the_workers_proof_is_refused(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
-    monkeypatch.setattr("fedppl.flower.client_app.answer", lambda *arguments: served.append(arguments))
+    monkeypatch.setattr("fedppl.sites.conclusions.answer", lambda *arguments: served.append(arguments))
     serving = parts.serve()
     with Blind(os.dup(parts.here.fileno())) as blind:
         blind.recv_bytes(0)

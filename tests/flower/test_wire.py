@@ -19,9 +19,12 @@ from numpy.testing import assert_array_equal
 
 from fedppl import FederatedModel
 from fedppl.contracts import Failure, Reply, Request
-from fedppl.flower import decode as _decode
-from fedppl.flower.decode import Malformed
-from fedppl.flower.wire import (
+from fedppl.gaussian import Gaussian
+from fedppl.model.checks import fingerprint
+from fedppl.run.one_round import why_not
+from fedppl.sites import decode as _decode
+from fedppl.sites.decode import Malformed
+from fedppl.sites.wire import (
     Terms,
     other_model,
     other_terms,
@@ -33,9 +36,6 @@ from fedppl.flower.wire import (
     unpack_reply,
     unpack_request,
 )
-from fedppl.gaussian import Gaussian
-from fedppl.model.checks import fingerprint
-from fedppl.run.one_round import why_not
 from fedppl.types import Layout, Variable
 from tests.support import malformed, problems
 

@@ -18,7 +18,6 @@ torch = pytest.importorskip("torch")
 import fedppl  # noqa: E402
 from fedppl import nn  # noqa: E402
 from fedppl.algorithms.averaging.fedavg import LocalClientState  # noqa: E402
-from fedppl.flower import node as _node  # noqa: E402
 from fedppl.model.interpreted import PYTHON_MODE  # noqa: E402
 from fedppl.models import fedsi  # noqa: E402
 from fedppl.nn.algorithms import _common  # noqa: E402
@@ -26,6 +25,7 @@ from fedppl.nn.train import Training  # noqa: E402
 from fedppl.nn.unit import log_likelihood, outputs  # noqa: E402
 from fedppl.nn.view import network_of  # noqa: E402
 from fedppl.numerics.streams import stream  # noqa: E402
+from fedppl.sites import node as _node  # noqa: E402
 from fedppl.storage.signed import Memory  # noqa: E402
 from tests.support import problems  # noqa: E402
 from tests.support.states import updated  # noqa: E402

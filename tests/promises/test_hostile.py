@@ -20,8 +20,8 @@ from fedppl import DeclarationError, FederatedModel, gaussian
 from fedppl.contracts import Failure, Reply
 from fedppl.engine.policy import NO_RULES
 from fedppl.flower import messages
-from fedppl.flower.messages import ASK, CONCLUDE, HELLO
 from fedppl.run.one_round import MOST_INFOS, why_not
+from fedppl.sites import ASK, CONCLUDE, HELLO
 from fedppl.testing import normal_means
 from fedppl.types import Status
 from tests.support import malformed, problems

@@ -18,7 +18,7 @@ LAYERS = [
     ["front"],
     ["given"],
     ["nn", "coregional"],
-    ["algorithms", "search", "flower", "testing", "formulas"],
+    ["algorithms", "search", "flower", "sites", "testing", "formulas"],
     ["local", "run"],
     ["results"],
     ["plots"],
@@ -154,6 +154,13 @@ def test_values_contracts_and_numerics_know_no_framework() -> None:
         f"{a} -> {b}" for a in modules() if unit(a) in LIGHT for b in sorted(imports(a)) if b.split(".")[0] in HEAVY
     ]
     assert heavy == []
+
+
+def test_the_protocol_of_sites_knows_nothing_of_what_carries_its_messages() -> None:
+    within = [a for a in modules() if unit(a) == "sites"]
+    assert within
+    known = [f"{a} -> {b}" for a in within for b in imports(a) if {"flwr", "flower"} & set(b.split("."))]
+    assert known == []
 
 
 def test_no_algorithm_of_a_family_is_named_outside_it() -> None:

@@ -9,8 +9,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.app import Message as FlowerMessage
 
 import fedppl
-from fedppl.flower.grid import GridEngine, GridSettings, ServerModel
-from fedppl.flower.messages import HELLO
+from fedppl.flower.messages import Post
+from fedppl.sites import HELLO
+from fedppl.sites.engine import SitesEngine, SitesSettings
 from tests.support import malformed
 from tests.support.fake_grid import FakeGrid, Node, node
 
@@ -50,8 +51,8 @@ ALGORITHM = fedppl.EP()
 SETTINGS: Mapping[str, str] = ALGORITHM.settings
 
 
-def engine(nodes: Mapping[int, Node], clients: Any, *, wait: float = 0.3, grid: FakeGrid | None = None) -> GridEngine:
+def engine(nodes: Mapping[int, Node], clients: Any, *, wait: float = 0.3, grid: FakeGrid | None = None) -> SitesEngine:
     """The engine alone; no model is compiled."""
-    settings = GridSettings(clients, wait, 0.2, 0.001, 0.01)
-    declared = ServerModel(malformed.layout(), malformed.reader())
-    return GridEngine(grid or FakeGrid(dict(nodes)), ALGORITHM, settings, declared)
+    settings = SitesSettings(clients, wait, 0.2)
+    post = Post(grid or FakeGrid(dict(nodes)), 0.001, 0.01)
+    return SitesEngine(post, ALGORITHM, settings, malformed.layout(), malformed.reader())

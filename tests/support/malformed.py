@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedppl.contracts import Reply, Request, SharedReader
-from fedppl.flower import wire as _wire
 from fedppl.gaussian import Gaussian
 from fedppl.model.checks import PROBES, fingerprint, probes
+from fedppl.sites import wire as _wire
 from fedppl.types import Layout, Variable
 
 Raw = tuple[dict[Any, Any], dict[str, Any]]  # bytes of arrays, and texts

@@ -1,4 +1,4 @@
-"""The server's side: an engine that pushes requests to the sites of a Flower grid, and the server's app.
+"""The server's side: an engine that sends requests to sites by a transport.
 
 No message of a site ends a run: what cannot be read is refused, with the client and the rule.
 """
@@ -9,49 +9,28 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from flwr.app import Context, RecordDict
-from flwr.serverapp import Grid, ServerApp
 
-from fedppl.contracts import (
-    Accept,
-    AnyAlgorithm,
-    Engine,
-    EngineFactory,
-    Failure,
-    Heard,
-    Replies,
-    Reply,
-    Request,
-    Requests,
-    SharedReader,
-    Summed,
-    unheard,
-)
+from fedppl.contracts import Accept, Failure, Heard, Reply, Request, Requests, SharedReader, Summed, unheard
+from fedppl.contracts.algorithm import AnyAlgorithm
 from fedppl.engine import secure as _secure
 from fedppl.engine.answer import require_fit, take_sum
 from fedppl.engine.guard import OTHER_COUNTS
-from fedppl.engine.policy import FEWEST_SITES, refuse_sharing
-from fedppl.flower import masks as _masks
-from fedppl.flower import wire as _wire
-from fedppl.flower.conclusions import MOST_BYTES, SUMS, read_told
-from fedppl.flower.decode import Malformed, Parcel, require, require_few
-from fedppl.flower.enrolment import Roll, agree, expected_clients
-from fedppl.flower.messages import ASK, CONCLUDE, GATE, GREET, JOIN, Absent, Post, from_content, read_letter, texts_of
-from fedppl.flower.site_agreement import waits
-from fedppl.formulas.exchange import example, listed
+from fedppl.engine.policy import refuse_sharing
+from fedppl.formulas.exchange import example
 from fedppl.formulas.formula import is_formula
 from fedppl.model.declaration import FederatedModel
-from fedppl.results.fit import Fit
 from fedppl.results.records import COHORT
-from fedppl.run import loop
-from fedppl.run.loop import Options, require_callback, require_declared, require_settings, seed_of
-from fedppl.run.one_round import MOST_INFOS, Round
-from fedppl.run.progress import Participation
-from fedppl.settings import flag, one_of, positive, shown, takes, whole
+from fedppl.run.one_round import MOST_INFOS
+from fedppl.settings import flag, positive, shown
+from fedppl.sites import ASK, CONCLUDE, GATE, GREET, JOIN, Absent, Content, Transport, parcel_of, read_letter, texts_of
+from fedppl.sites import masks as _masks
+from fedppl.sites import wire as _wire
+from fedppl.sites.conclusions import MOST_BYTES, SUMS, read_told
+from fedppl.sites.decode import Malformed, Parcel, require, require_few
+from fedppl.sites.enrolment import Roll, expected_clients
 from fedppl.types import DeclarationError, Layout, Message, Status
 
 logger = logging.getLogger(__name__)
@@ -59,14 +38,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class GridSettings(NamedTuple):
+class SitesSettings(NamedTuple):
     """Sites to wait for, and limits in seconds."""
 
     clients: int | tuple[str, ...]
     wait: float
     deadline: float
-    poll: float
-    grace: float = 2.0  # for which a message outlives the deadline, so that a reply at the last moment arrives
     secure: bool = False  # whether sums under masks are all that the server gets
 
 
@@ -87,13 +64,6 @@ class LostSites(DeclarationError):
         super().__init__(f"sites of a cohort were absent for {wait:g} s, and sums are of all ({why}); {remedy}.")
 
 
-class ServerModel(NamedTuple):
-    """The model by the server's own declaration."""
-
-    layout: Layout
-    reader: SharedReader
-
-
 class _Busy(NamedTuple):
     """A request that was not answered in time."""
 
@@ -102,22 +72,23 @@ class _Busy(NamedTuple):
     expiry: float
 
 
-class GridEngine:
+class SitesEngine:
     """Clients at sites, by logical id; see `fedppl.Flower.grid`."""
 
     def __init__(
         self,
-        grid: Grid,
+        post: Transport,
         algorithm: AnyAlgorithm,
-        settings: GridSettings,
-        server: ServerModel,
+        settings: SitesSettings,
+        layout: Layout,
+        reader: SharedReader,
         greeting: Mapping[str, str] | None = None,
     ) -> None:
         self._settings = settings
         self._algorithm = algorithm.name
-        self._server = server
-        self._post = Post(grid, settings.poll, settings.grace)
-        terms = _wire.Terms(algorithm.settings, server.layout, server.reader.coords)
+        self._layout, self._reader = layout, reader  # by the server's own declaration
+        self._post = post
+        terms = _wire.Terms(algorithm.settings, layout, reader.coords)
         self._roll = Roll(self._post, settings.clients, settings.wait, terms, greeting or {})
         self._busy: dict[str, _Busy] = {}  # by message
         self._diagnostics: dict[str, set[str]] = {}  # names of those that each client has sent
@@ -132,11 +103,11 @@ class GridEngine:
 
     def layout(self) -> Layout:
         """Return the server's layout."""
-        return self._server.layout
+        return self._layout
 
     def reader(self) -> SharedReader:
         """Return the server's reader of draws of φ."""
-        return self._server.reader
+        return self._reader
 
     def exchange(
         self, requests: Mapping[str, Request], deadline: float | None, heard: Heard = unheard
@@ -144,7 +115,22 @@ class GridEngine:
         """Send each request to its site; those without a reply at the deadline (seconds) are failures."""
         if self._settings.secure:
             raise _secure.single(self._algorithm)
-        return self._asked(requests, deadline, heard)
+
+        def read(client_id: str, content: Content) -> Reply | Failure:
+            shapes = {} if "failure" in texts_of(content) else requests[client_id].shapes
+            reply = _wire.unpack_reply(*parcel_of(content, shapes))
+            if isinstance(reply, Reply):
+                names = self._diagnostics.get(client_id, set()) | set(reply.info)
+                require_few(len(names), MOST_INFOS, "names in 'info' over the run")
+                self._diagnostics[client_id] = names
+            return reply
+
+        parcels: dict[str, Parcel] = {name: _wire.pack_request(request) for name, request in requests.items()}
+        answers = self._answers(ASK, parcels, deadline, read, "its reply cannot be read", heard)
+        return {
+            client_id: Failure(client_id, requests[client_id].nonce, answer) if isinstance(answer, str) else answer
+            for client_id, answer in answers.items()
+        }
 
     def exchange_sum(
         self, requests: Requests, accept: Accept, deadline: float | None, heard: Heard = unheard
@@ -157,10 +143,10 @@ class GridEngine:
         _secure.require_same([request.message for request in made.values()], self._algorithm)
         run, shapes = made[requests.clients[0]].run, made[requests.clients[0]].shapes or {}
         end = time.monotonic() + self._settings.wait
-        fingerprint, words = self._server.layout.fingerprint, _masks.shapes_of(shapes)
+        fingerprint, words = self._layout.fingerprint, _masks.shapes_of(shapes)
 
-        def read(name: str, content: RecordDict) -> _secure.Words | str:
-            reply = _wire.unpack_reply(*from_content(content, {} if "failure" in texts_of(content) else words))
+        def read(name: str, content: Content) -> _secure.Words | str:
+            reply = _wire.unpack_reply(*parcel_of(content, {} if "failure" in texts_of(content) else words))
             return _masks.words_of(made[name], reply, fingerprint)
 
         parcels: dict[str, Parcel] = {name: _wire.pack_request(request) for name, request in made.items()}
@@ -186,10 +172,10 @@ class GridEngine:
         if run in self._cohort:
             return self._cohort[run]
 
-        def greeting(name: str, content: RecordDict) -> _secure.Greeting:
+        def greeting(name: str, content: Content) -> _secure.Greeting:
             return _masks.unpack_greeting(texts_of(content), name)
 
-        def part(name: str, content: RecordDict) -> _secure.Part:
+        def part(name: str, content: Content) -> _secure.Part:
             return _masks.unpack_part(texts_of(content), name)
 
         asked: dict[str, Parcel] = {name: ({}, _masks.ask(name, run)) for name in self.clients()}
@@ -208,8 +194,8 @@ class GridEngine:
         The sum is for the sites alone: here it is as random as its parts.
         """
 
-        def part(name: str, content: RecordDict) -> _secure.Part:
-            return _masks.unpack_sealed(*from_content(content, most=_masks.MOST_OF_GATE), name)
+        def part(name: str, content: Content) -> _secure.Part:
+            return _masks.unpack_sealed(*parcel_of(content, most=_masks.MOST_OF_GATE), name)
 
         parts = self._from_all(GATE, parcels, deadline, end, part, "what it says of its rows cannot be used")
         return _masks.pack_gate([one for _, one in sorted(parts.items())])
@@ -220,7 +206,7 @@ class GridEngine:
         parcels: Mapping[str, Parcel],
         deadline: float | None,
         end: float,
-        read: Callable[[str, RecordDict], T | str],
+        read: Callable[[str, Content], T | str],
         cannot: str,
         heard: Heard = unheard,
     ) -> dict[str, T]:
@@ -238,38 +224,17 @@ class GridEngine:
                 others = tuple(name for name in self.clients() if name not in left)
                 raise LostSites({name: str(answers[name]) for name in left}, others, self._settings.wait)
             if left:
-                time.sleep(self._settings.poll)
+                time.sleep(self._post.poll)
         if reasons := {name: answer for name, answer in answers.items() if isinstance(answer, str)}:
             raise _Missing(reasons)
         return {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
-
-    def _asked(
-        self, requests: Mapping[str, Request], deadline: float | None, heard: Heard
-    ) -> dict[str, Reply | Failure]:
-        """Answers to every request."""
-
-        def read(client_id: str, content: RecordDict) -> Reply | Failure:
-            shapes = {} if "failure" in texts_of(content) else requests[client_id].shapes
-            reply = _wire.unpack_reply(*from_content(content, shapes))
-            if isinstance(reply, Reply):
-                names = self._diagnostics.get(client_id, set()) | set(reply.info)
-                require_few(len(names), MOST_INFOS, "names in 'info' over the run")
-                self._diagnostics[client_id] = names
-            return reply
-
-        parcels: dict[str, Parcel] = {name: _wire.pack_request(request) for name, request in requests.items()}
-        answers = self._answers(ASK, parcels, deadline, read, "its reply cannot be read", heard)
-        return {
-            client_id: Failure(client_id, requests[client_id].nonce, answer) if isinstance(answer, str) else answer
-            for client_id, answer in answers.items()
-        }
 
     def _answers(
         self,
         kind: str,
         parcels: Mapping[str, Parcel],
         deadline: float | None,
-        read: Callable[[str, RecordDict], T],
+        read: Callable[[str, Content], T],
         cannot: str,
         heard: Heard = unheard,
     ) -> dict[str, T | str]:
@@ -280,21 +245,30 @@ class GridEngine:
         answers: dict[str, T | str] = {}
         sent: dict[str, str] = {}  # clients by message
         for client_id, parcel in parcels.items():
-            if why := self._why_not_ask(client_id, alive):
-                answers[client_id] = Absent(why)
+            if nodes[client_id] not in alive:
+                answers[client_id] = Absent("its site is not connected")
+            elif nodes[client_id] in self._post.silent():
+                answers[client_id] = Absent("a message that its site announced has not come yet")
             elif message_id := self._post.push(nodes[client_id], kind, parcel, limit):
                 sent[message_id] = client_id
                 if kind == ASK:
-                    expiry = time.monotonic() + limit + self._settings.grace
+                    expiry = time.monotonic() + limit + self._post.grace
                     self._busy[message_id] = _Busy(client_id, nodes[client_id], expiry)
             else:
                 answers[client_id] = Absent("its message could not be sent")
-        asked = {message_id: nodes[client_id] for message_id, client_id in sent.items()}
-        for message_id, letter in self._post.replies(asked, limit):
-            client_id = sent.pop(message_id)
-            self._busy.pop(message_id, None)
-            answers[client_id] = read_letter(letter, functools.partial(read, client_id), cannot)
-            heard(client_id)
+        asked, end = {message_id: nodes[client_id] for message_id, client_id in sent.items()}, time.monotonic() + limit
+        while sent:
+            looked = time.monotonic()
+            for message_id, letter in self._post.pull({message_id: asked[message_id] for message_id in sent}):
+                client_id = sent.pop(message_id)
+                self._busy.pop(message_id, None)
+                answers[client_id] = read_letter(letter, functools.partial(read, client_id), cannot)
+                heard(client_id)
+            if time.monotonic() > end:
+                break
+            if sent:  # a slow pull (many messages) is not repeated at once: it would hold up what it waits for
+                pause = max(self._post.poll, time.monotonic() - looked)
+                time.sleep(min(pause, max(0.0, end - time.monotonic())))
         return answers | dict.fromkeys(sent.values(), Absent(f"no reply within the deadline of {limit:g} s"))
 
     def conclude(
@@ -305,8 +279,8 @@ class GridEngine:
         Where sums are secure that is under `COHORT`, summed over all sites.
         """
 
-        def read(_: str, content: RecordDict) -> Message:
-            return read_told(from_content(content, most=MOST_BYTES)[0])
+        def read(_: str, content: Content) -> Message:
+            return read_told(parcel_of(content, most=MOST_BYTES)[0])
 
         texts = {"run": run, "seed": str(seed), "status": status.value}
         parcels: dict[str, Parcel] = {
@@ -327,8 +301,9 @@ class GridEngine:
         """Sums over the cohort of what all its policies let out at the end; absent sites are asked again."""
         shapes, end = _masks.shapes_at_end(SUMS), time.monotonic() + self._settings.wait
 
-        def read(_: str, content: RecordDict) -> Message:
-            words = from_content(content, shapes if content.array_records.get("arrays") else {})[0]
+        def read(_: str, content: Content) -> Message:
+            texts_of(content)
+            words = parcel_of(content, shapes if content.arrays() else {})[0]
             require(bool(words), "it told nothing; the reason is in the site's own log")
             require(all(value.dtype == np.int64 for value in words.values()), "words that are not of type int64")
             return words
@@ -363,14 +338,7 @@ class GridEngine:
         """Do nothing: the sites have their personal state."""
 
     def close(self) -> None:
-        """Flower ends the run when the server app returns."""
-
-    def _why_not_ask(self, client_id: str, alive: set[int]) -> str | None:
-        if self._roll.nodes[client_id] not in alive:
-            return "its site is not connected"
-        if self._roll.nodes[client_id] in self._post.silent():
-            return "a message that its site announced has not come yet"
-        return None
+        """Do nothing: sites wait for what comes next."""
 
     def _drop_late(self) -> None:
         """Wait until requests of earlier rounds are answered or have expired: no client ever has two."""
@@ -387,7 +355,7 @@ class GridEngine:
                 extra = {"client": client_id, "status": "late"}
                 logger.info("client %s: a late reply was dropped", client_id, extra=extra)
             if self._busy:
-                time.sleep(self._settings.poll)
+                time.sleep(self._post.poll)
 
 
 def _beside(parcels: Mapping[str, Parcel], more: Parcel) -> dict[str, Parcel]:
@@ -395,113 +363,44 @@ def _beside(parcels: Mapping[str, Parcel], more: Parcel) -> dict[str, Parcel]:
     return {name: ({**arrays, **more[0]}, {**texts, **more[1]}) for name, (arrays, texts) in parcels.items()}
 
 
-# The public functions -------------------------------------------------------------------------------------------------
-
-
-def grid(
-    grid: Grid,
-    *,
-    clients: int | Sequence[str],
-    model: FederatedModel,
-    example_data: Mapping[str, Any] | None = None,
-    wait: float = 600.0,
-    deadline: float = 120.0,
-    poll: float = 0.25,
-    grace: float = 2.0,
-    secure: bool = False,
-) -> EngineFactory:
-    """Run on the sites of a Flower grid, inside a ServerApp: ``fedppl.fit(model, None, ..., engine=...)``.
-
-    Parameters
-    ----------
-    grid
-        Flower's grid, as its server app gets it.
-    clients
-        Number of sites to wait for, or their ids. No other sites take part.
-    model, example_data
-        The declaration, and made-up data with the names and shapes of clients' data. From them the server computes
-        layout, prior and reader of draws, and refuses a site that differs. A formula that clients agreed on (`agree`)
-        needs no data; its agreement is sent to the sites.
-    wait
-        Seconds to wait for them to enrol.
-    deadline
-        Seconds to wait for replies in a round where `fit` sets no deadline.
-    poll
-        Seconds between two polls.
-    grace
-        Seconds that a request outlives the deadline. A client that missed it is not asked again before that.
-    secure
-        Whether the server gets nothing but sums over all sites, which these add under masks (`client_app(secure=...)`).
-        It needs at least three sites, all of them in every round, and an algorithm whose server reads sums alone,
-        such as `fedppl.Sums`.
-
-    Returns
-    -------
-    EngineFactory
-
-    Raises
-    ------
-    DeclarationError
-        For settings out of range, or made-up data that are missing; at the start of a run, when sites are missing.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> def main(grid, context):
-    ...     engine = fedppl.Flower.grid(grid, clients=3, model=model, example_data={"y": [0.0, 1.0]})
-    ...     fit = fedppl.fit(model, None, fedppl.EP(), engine=engine)
-
-    Notes
-    -----
-    *When this fails.* A site that is silent, late, down or restarted is skipped, and the round's record says so. Two
-    live sites with one id: the second is refused until the first has gone. Where sums are secure, a round in which a
-    site is missing, or refuses, has no sum, and the next asks all again.
-    """
-    expected = _checked(model, example_data, clients, secure, wait=wait, deadline=deadline, poll=poll, grace=grace)
-    greeting: dict[str, str] = {}
-    if is_formula(model):
-        if waits(model):
-            raise DeclarationError("clients have not agreed on model=: pass that of fedppl.Flower.agree(grid, ...).")
-        built: Any = model.builder
-        example_data = example(built) if example_data is None else example_data
-        greeting = {"agreement": _wire.pack_agreement(built.design.agreement)}
-
-    return Sites(grid, model, example_data, GridSettings(expected, wait, deadline, poll, grace, secure), greeting)
+# What makes it -------------------------------------------------------------------------------------------------------
 
 
 class Sites(NamedTuple):
-    """Makes the engine of a run."""
+    """Makes the engine of a run; its settings have been `checked`, and on a formula clients have agreed."""
 
-    grid: Grid
+    post: Callable[[], Transport]  # of a run
     model: FederatedModel
     example_data: Mapping[str, Any] | None
-    settings: GridSettings
-    greeting: Mapping[str, str]
+    settings: SitesSettings
 
     @property
     def secure(self) -> bool:
         """Whether sums under masks are all that the server gets."""
         return self.settings.secure
 
-    def __call__(self, algorithm: AnyAlgorithm, models: Mapping[str, Any]) -> Engine:
+    def __call__(self, algorithm: AnyAlgorithm, models: Mapping[str, Any]) -> SitesEngine:
         """Wait for the sites."""
         if models:
             raise DeclarationError("the data are at the sites: pass clients=None, and the sites' load_data finds them.")
-        if self.secure and algorithm.replies.summed is Replies._field_defaults["summed"]:
+        if self.secure and algorithm.replies.summed is algorithm.replies._field_defaults["summed"]:
             raise _secure.single(algorithm.name)
-        data = {"example_data": self.example_data}
-        client = self.model.enrol(data, kernel=algorithm.needs.kernel)["example_data"]
+        data, greeting = self.example_data, {}
+        if is_formula(self.model):
+            built: Any = self.model.builder
+            data = example(built) if data is None else data
+            greeting = {"agreement": _wire.pack_agreement(built.design.agreement)}
+        client = self.model.enrol({"example_data": data}, kernel=algorithm.needs.kernel)["example_data"]
         require_fit(algorithm, client)
-        server = ServerModel(client.layout, client.reader())
         expected = self.settings.clients
         count = expected if isinstance(expected, int) else len(expected)
         if why := refuse_sharing(algorithm, count if self.secure else None):
             raise DeclarationError(f"{why}; pass secure=True, also to client_app, and so many clients=.")
-        return GridEngine(self.grid, algorithm, self.settings, server, self.greeting)
+        return SitesEngine(self.post(), algorithm, self.settings, client.layout, client.reader(), greeting)
 
 
-def _checked(model: Any, example_data: Any, clients: Any, secure: Any, **seconds: float) -> int | tuple[str, ...]:
-    """Check settings of a grid; return the clients that it waits for."""
+def checked(model: Any, example_data: Any, clients: Any, secure: Any, **seconds: float) -> int | tuple[str, ...]:
+    """Check settings; return the clients that it waits for."""
     expected = expected_clients(clients)
     for name, value in seconds.items():
         positive(name, value, "it is in seconds")
@@ -513,108 +412,3 @@ def _checked(model: Any, example_data: Any, clients: Any, secure: Any, **seconds
         remedy = "pass a mapping from the builder's names to arrays, of a few rows"
         raise DeclarationError(f"example_data={shown(example_data)} must be made-up data like sites'; {remedy}.")
     return expected
-
-
-def server_app(
-    federated_model: FederatedModel,
-    algorithm: AnyAlgorithm,
-    *,
-    clients: int | Sequence[str],
-    example_data: Mapping[str, Any] | None = None,
-    min_count: int = 1,
-    withheld: str = "other",
-    rounds: int = 20,
-    participation: Participation | int | float | None = None,
-    checkpoint: str | Path | None = None,
-    deadline: float = 120.0,
-    wait: float = 600.0,
-    secure: bool = False,
-    on_dropout: str = "stop",
-    random_seed: int | None = None,
-    on_fit: Callable[[Fit, Context], None] | None = None,
-    callback: Callable[[Round], bool | None] | None = None,
-) -> ServerApp:
-    """Make the server's Flower app. It never sees data.
-
-    Parameters
-    ----------
-    federated_model, algorithm
-        As at the sites.
-    clients, example_data, wait, secure
-        As in `grid`.
-    min_count, withheld
-        As in `agree`, which is asked first where the declaration is a formula that clients have not agreed on.
-    on_dropout
-        What happens where sums are secure and a site of the cohort is absent for `wait` seconds: "stop" ends the run,
-        which goes on from `checkpoint` once the site is back; "new cohort" fits anew with the others, if they are at
-        least three and their policies allow one more set of sites (``cohorts``, 1 by default).
-    rounds, participation, checkpoint, deadline, random_seed, callback
-        As in `fedppl.fit`. Entries of the run config with these names win, so that ``flwr run --run-config`` can
-        set them; an empty checkpoint is none.
-    on_fit
-        Function of the Fit and Flower's context, called when the run is over.
-
-    Returns
-    -------
-    flwr.serverapp.ServerApp
-
-    Raises
-    ------
-    DeclarationError
-        For a setting out of range, where `on_fit` is no function of two arguments, and for a model or an algorithm that
-        is none.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> from fedppl.testing import normal_means
-    >>> model, example = normal_means()[0], {"y": [0.0, 1.0]}
-    >>> app = fedppl.Flower.server_app(model, fedppl.EP(), clients=3, example_data=example, random_seed=1)
-
-    Notes
-    -----
-    *When this fails.* An exception ends the Flower run as failed, which ``flwr ls`` shows (``flwr run`` exits with 0
-    all the same). A server that was killed goes on from `checkpoint` in a new run.
-    """
-    require_declared(federated_model, algorithm)
-    _checked(federated_model, example_data, clients, secure, wait=wait, deadline=deadline)
-    if secure and waits(federated_model):
-        listed(federated_model.builder)  # type: ignore[arg-type]
-    whole("min_count", min_count), one_of("withheld", withheld, ("error", "other"))
-    one_of("on_dropout", on_dropout, ("stop", "new cohort"))
-    require_settings(Options(rounds, None, participation, None, checkpoint or None, deadline))
-    seed_of(random_seed)
-    require_callback(callback)
-    if on_fit is not None and not (callable(on_fit) and takes(on_fit, 2)):
-        raise DeclarationError(f"on_fit={shown(on_fit)} is not a function of the fit and Flower's context.")
-    app = ServerApp()
-
-    @app.main()
-    def main(flower_grid: Grid, context: Context) -> None:
-        chosen: dict[str, Any] = {"rounds": rounds, "participation": participation, "checkpoint": checkpoint}
-        chosen |= {"deadline": deadline, "random_seed": random_seed, "clients": clients, "wait": wait}
-        chosen = {name: context.run_config.get(name, value) for name, value in chosen.items()}
-        expected, patience, model = chosen.pop("clients"), float(chosen.pop("wait")), federated_model
-        if waits(model):
-            rules: dict[str, Any] = {"min_count": min_count, "withheld": withheld, "secure": secure}
-            found = agree(flower_grid, model, clients=expected, wait=patience, **rules)
-            expected, model = found.clients, found.model
-        chosen["checkpoint"] = chosen["checkpoint"] or None
-        while True:
-            engine = grid(
-                flower_grid, clients=expected, model=model, example_data=example_data, wait=patience, secure=secure
-            )
-            options = Options(engine=engine, **chosen)
-            try:
-                fit = loop.fit(model, None, algorithm, options, callback=callback, progressbar=False)
-                break
-            except LostSites as lost:
-                if on_dropout == "stop" or len(lost.others) < FEWEST_SITES:
-                    raise
-                logger.warning("%s A new cohort begins: %s", lost, list(lost.others))
-                # A checkpoint is of the sums over the first cohort.
-                expected, chosen["checkpoint"] = lost.others, None
-        if on_fit is not None:
-            on_fit(fit, context)
-
-    return app

@@ -14,15 +14,15 @@ import numpy as np
 from fedppl.data import frames
 from fedppl.engine import policy, secure
 from fedppl.engine.guard import REFUSED, Guard, admit_agreement, admit_cohort, may_tell, note, refuse_agreement
-from fedppl.flower import masks
-from fedppl.flower.decode import Malformed, Parcel, whole_number
-from fedppl.flower.wire import digest, pack_agreement, pack_told, unpack_agreement
 from fedppl.formulas import exchange
 from fedppl.formulas.agreement import OTHER, Agreement, Told, raised
 from fedppl.formulas.declare import Formula
 from fedppl.formulas.exchange import answered, asked, contradiction, rows_of
 from fedppl.formulas.formula import is_formula, remembering
 from fedppl.model.declaration import FederatedModel
+from fedppl.sites import masks
+from fedppl.sites.decode import Malformed, Parcel, whole_number
+from fedppl.sites.wire import digest, pack_agreement, pack_told, unpack_agreement
 from fedppl.storage.signed import Memory, keep, pack, recalled
 from fedppl.types import Array, DeclarationError
 
@@ -181,11 +181,8 @@ def add(model: FederatedModel, data: Callable[[], Any], texts: Mapping[str, str]
     about = {"event": "agreement", "run": named(model), "client": here.site_id}
     refused: Parcel = {}, {"refused": REFUSED}
     if not waits(model) or "run" not in texts:
-        note(
-            here.guard,
-            "sums: a summary of columns would leave in the clear; the server has to agree with secure=True",
-            **about,
-        )
+        clear = "a summary of columns would leave in the clear; the server has to agree with secure=True"
+        note(here.guard, f"sums: {clear}", **about)
         return refused
     try:
         loaded = data()

@@ -5,24 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
-from flwr.app import RecordDict
-from flwr.serverapp import Grid
 
 from fedppl.engine import secure as _secure
-from fedppl.flower import masks as _masks
-from fedppl.flower import site_agreement as _site
-from fedppl.flower.decode import checked_name, whole_number
-from fedppl.flower.messages import AGREE, HELLO, Letter, Post, from_content, read_letter, texts_of
-from fedppl.flower.wire import Terms, other_model, other_terms, other_version, shapes_of_hello, unpack_told
 from fedppl.formulas.exchange import asked, of_sum, sizes
 from fedppl.formulas.formula import Agreed, of_told
 from fedppl.model.declaration import FederatedModel
 from fedppl.settings import flag, one_line, one_of, positive, shown, whole
+from fedppl.sites import AGREE, HELLO, Content, Letter, Transport, parcel_of, read_letter, texts_of
+from fedppl.sites import masks as _masks
+from fedppl.sites import site_agreement as _site
+from fedppl.sites.decode import checked_name, whole_number
+from fedppl.sites.wire import Terms, other_model, other_terms, other_version, shapes_of_hello, unpack_told
 from fedppl.types import DeclarationError
 
 logger = logging.getLogger(__name__)
@@ -49,10 +47,8 @@ def identity(node_id: int, authenticated: str, texts: Mapping[str, str]) -> tupl
     if not authenticated and not client_id:
         return f"node {node_id}", 'it has no id; start it with --node-config "client-id=..."'
     if authenticated and client_id and client_id != authenticated:
-        return (
-            client_id,
-            f"its authenticated name is {authenticated!r}; drop or correct its client-id, or its identity's name",
-        )
+        name = f"its authenticated name is {authenticated!r}"
+        return client_id, f"{name}; drop or correct its client-id, or its identity's name"
     return authenticated or client_id, None
 
 
@@ -74,11 +70,11 @@ class _Awaited(Generic[T]):
 
     def __init__(
         self,
-        post: Post,
+        post: Transport,
         expected: int | tuple[str, ...],
         wait: float,
         call: _Call,
-        read: Callable[[RecordDict, Mapping[str, str]], T | str],
+        read: Callable[[Content, Mapping[str, str]], T | str],
         take: Callable[[int, str, T, Mapping[int, str]], str | None],
     ) -> None:
         self._post = post
@@ -144,7 +140,7 @@ class _Awaited(Generic[T]):
         authenticated = nodes.get(node_id, "")
         client_id = one_line(authenticated, 200) or f"node {node_id}"
 
-        def read(content: RecordDict) -> T | str:
+        def read(content: Content) -> T | str:
             nonlocal client_id
             texts = texts_of(content)
             client_id, why = identity(node_id, authenticated, texts)
@@ -170,7 +166,7 @@ class Roll:
     """Enrolled clients and their nodes."""
 
     def __init__(
-        self, post: Post, expected: int | tuple[str, ...], wait: float, terms: Terms, greeting: Mapping[str, str]
+        self, post: Transport, expected: int | tuple[str, ...], wait: float, terms: Terms, greeting: Mapping[str, str]
     ) -> None:
         self._post = post
         self._terms = terms
@@ -201,11 +197,11 @@ class Roll:
                 self._bind(node_id, client_id)
         return set(nodes)
 
-    def _read(self, content: RecordDict, texts: Mapping[str, str]) -> str | None:
+    def _read(self, content: Content, texts: Mapping[str, str]) -> str | None:
         """Where an introduction differs from the server's own."""
         if reason := other_terms(self._terms, texts):
             return reason
-        arrays, _ = from_content(content, shapes_of_hello(self._terms.layout))
+        arrays, _ = parcel_of(content, shapes_of_hello(self._terms.layout))
         return other_model(self._terms, arrays, texts)
 
     def _take(self, node_id: int, client_id: str, answer: None, nodes: Mapping[int, str]) -> str | None:
@@ -231,89 +227,17 @@ class Roll:
 
 # Before a run by a formula: the server asks every site, once, for a summary of its columns ----------------------------
 
-_GRACE = 2.0  # seconds that a question outlives the wait
-
 
 def agree(
-    grid: Grid,
-    model: FederatedModel,
-    *,
-    clients: int | Sequence[str],
-    min_count: int = 1,
-    withheld: str = "other",
-    wait: float = 600.0,
-    poll: float = 0.25,
-    secure: bool = False,
+    post: Transport, model: FederatedModel, clients: Any, min_count: int, withheld: str, wait: float, secure: bool
 ) -> Agreed:
-    """Have sites agree on levels and scales of a formula, inside a ServerApp, as `fedppl.agree` does for data here.
-
-    Each site summarises the formula's columns once, as far as its policy allows: the number of rows; of numbers the
-    rounded sum and sum of squares; of texts the number of rows at each level. Nothing of fewer rows than the larger of
-    `min_count` and the policy's `agreement` (10 by default) leaves, nor whether there are such rows. The agreement goes
-    to all sites when they enrol. Each checks it against its rows, and leaves out rows of levels that are not in it
-    where they are that few.
-
-    Parameters
-    ----------
-    grid
-        Flower's grid, as its server app gets it.
-    model
-        What `fedppl.formula` returned, the same as at the sites.
-    clients
-        Number of sites to wait for, or their ids.
-    min_count
-        Fewest rows of a level, and in all, that a client tells of.
-    withheld
-        What a site does with rows of levels that nobody told, where it has more than that few: "other" for a level of
-        that name, or "error".
-    wait
-        Seconds to wait for their answers.
-    poll
-        Seconds between two polls.
-    secure
-        Whether the server gets sums over all sites alone, which these add under masks (`client_app(secure=...)`): exact
-        numbers of rows, in all and at each level that ``formula(levels=...)`` names, and sums and sums of squares of
-        numbers. Then the largest `agreement` of the sites' policies is of the rows of all: levels of fewer are withheld
-        from the agreement, and columns of numbers need four times as many.
-
-    Returns
-    -------
-    Agreed
-        Pass its ``model`` to `fedppl.fit` and to `grid`.
-
-    Raises
-    ------
-    DataError
-        If columns do not fit together.
-    DeclarationError
-        If sites are missing or refuse; where `secure`, for levels that are not named.
-
-    Examples
-    --------
-    >>> import fedppl
-    >>> def main(grid, context):
-    ...     model = fedppl.formula("y ~ age + (1 | site)", family="bernoulli")
-    ...     found = fedppl.Flower.agree(grid, model, clients=3)
-    ...     engine = fedppl.Flower.grid(grid, clients=found.clients, model=found.model)
-    ...     fit = fedppl.fit(found.model, None, engine=engine)
-
-    Notes
-    -----
-    *When this fails.* A site that lies moves scales, and so the width of priors. With fewer than five sites it counts
-    for at most ten times as many rows as the median of the others; with more, means and sds are medians over sites, and
-    none counts for more than the median of the others. `Agreed.strange` names a site whose figures are out of all
-    proportion. Sites whose rows contradict the agreement take no part.
-    A site whose rows have changed sends its first summary again, until ``<client>.told`` in its folder is deleted
-    (``site.told`` where its node config has no ``client-id``). Secure sums do not bound what a site that lies adds, and
-    rows that have changed are summed anew, as another question.
-    """
+    """Have sites agree on levels and scales of a formula; see `fedppl.Flower.agree`."""
     if not isinstance(model, FederatedModel) or not _site.waits(model):
         raise DeclarationError(f"model={shown(model)} is no formula to agree on; pass fedppl.formula(...).")
     whole("min_count", min_count)
     one_of("withheld", withheld, ("error", "other"))
-    positive("wait", wait, "it is in seconds"), positive("poll", poll, "it is in seconds")
+    positive("wait", wait, "it is in seconds")
     expected = expected_clients(clients)
-    post = Post(grid, poll, _GRACE)
     if flag("secure", secure):
         _secure.require_enough(expected if isinstance(expected, int) else len(expected))
         return _agreed_in_sums(post, model, expected, min_count, withheld, wait)
@@ -325,7 +249,7 @@ def agree(
 
 
 def _agreed_in_sums(
-    post: Post, model: FederatedModel, expected: int | tuple[str, ...], min_count: int, withheld: str, wait: float
+    post: Transport, model: FederatedModel, expected: int | tuple[str, ...], min_count: int, withheld: str, wait: float
 ) -> Agreed:
     """Have sites greet, name the cohort to all, and read the sum of their summaries under its masks."""
     built: Any = model.builder
@@ -333,11 +257,11 @@ def _agreed_in_sums(
     shapes = {_masks.WORDS: (counted + summed * _secure.WIDE,)}
     question = {"run": _site.named(model)}
 
-    def greeting(content: RecordDict, texts: Mapping[str, str]) -> tuple[_secure.Greeting, int]:
+    def greeting(content: Content, texts: Mapping[str, str]) -> tuple[_secure.Greeting, int]:
         return _masks.unpack_greeting(texts, texts["client_id"]), whole_number(texts, "fewest")
 
-    def part(content: RecordDict, texts: Mapping[str, str]) -> _secure.Words:
-        return _masks.words_in(from_content(content, shapes)[0][_masks.WORDS])
+    def part(content: Content, texts: Mapping[str, str]) -> _secure.Words:
+        return _masks.words_in(parcel_of(content, shapes)[0][_masks.WORDS])
 
     told = _told_by_all(post, expected, wait, question, greeting)
     greetings, fewest = zip(*told.values(), strict=True)
@@ -362,11 +286,11 @@ def _agreed_in_sums(
 
 
 def _told_by_all(
-    post: Post,
+    post: Transport,
     expected: int | tuple[str, ...],
     wait: float,
     question: Mapping[str, str],
-    read: Callable[[RecordDict, Mapping[str, str]], T | str],
+    read: Callable[[Content, Mapping[str, str]], T | str],
 ) -> dict[str, T]:
     """What sites tell about their columns, by client; each is asked until all expected ones have answered."""
 

@@ -1,4 +1,4 @@
-"""The end of a run at a site: its own posterior, and what its policy lets out, for `loo`, `reliability`, `conflict`."""
+"""A site's answers; at the end its own posterior and what its policy lets out, for `loo`, `reliability`, `conflict`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import numpy as np
 from fedppl.contracts import LogEvidence, Request
 from fedppl.contracts.algorithm import WithoutClient
 from fedppl.engine import guard as _guard
-from fedppl.flower import masks as _masks
-from fedppl.flower import node as _node
-from fedppl.flower import wire as _wire
-from fedppl.flower.decode import Malformed, Parcel, require
-from fedppl.flower.node import Enrolled, Node
-from fedppl.flower.wire import Over
 from fedppl.model.client import ClientModel
 from fedppl.numerics.streams import stream
 from fedppl.results import idata, loo, reliability
 from fedppl.results.at_client import client_posterior, pymc_groups, require_rows
 from fedppl.run.conflicts import FEWEST, knows_cavities, tested
+from fedppl.sites import AGREE, ASK, CONCLUDE, GATE, GREET, HELLO, JOIN, KINDS
+from fedppl.sites import masks as _masks
+from fedppl.sites import node as _node
+from fedppl.sites import wire as _wire
+from fedppl.sites.decode import Malformed, Parcel, require
+from fedppl.sites.node import Enrolled, Node
+from fedppl.sites.wire import Over
 from fedppl.storage import signed as _signed
 from fedppl.storage.signed import Memory
 from fedppl.types import Array, DeclarationError, Message
@@ -32,6 +33,19 @@ logger = logging.getLogger(__name__)
 SUMS = {"loo": len(loo.SUMS), "calibration": reliability.LENGTH}  # lengths of those that are sums over rows
 _LENGTHS = {**SUMS, "conflict": 2}
 MOST_BYTES = 4096  # of all summaries of a site
+
+
+def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
+    """Answer a message of type `kind`."""
+    by_texts = {HELLO: _node.introduce, AGREE: _node.agree, JOIN: _node.join}
+    by_parcel = {GATE: _node.gate, ASK: _node.answer_request, CONCLUDE: conclude}
+    if kind == GREET:
+        return _node.greet(here, config, parcel[1])
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is no type of message; a site answers {', '.join(KINDS)}")
+    if kind in by_texts:
+        return by_texts[kind](here, config, memory, parcel[1])
+    return by_parcel[kind](here, config, memory, parcel)
 
 
 def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:

@@ -17,7 +17,12 @@ import numpy as np
 
 from fedppl import gaussian
 from fedppl.contracts import Failure, Reply, Request
-from fedppl.flower.decode import (
+from fedppl.formulas.agreement import Agreement, Column, Told
+from fedppl.gaussian import Gaussian
+from fedppl.model.checks import fingerprint
+from fedppl.run.one_round import why_no_info
+from fedppl.settings import one_line, plain, some_of
+from fedppl.sites.decode import (
     LABELS_LENGTH,
     LINE_LENGTH,
     NAME_LENGTH,
@@ -32,11 +37,6 @@ from fedppl.flower.decode import (
     require_few,
     whole_number,
 )
-from fedppl.formulas.agreement import Agreement, Column, Told
-from fedppl.gaussian import Gaussian
-from fedppl.model.checks import fingerprint
-from fedppl.run.one_round import why_no_info
-from fedppl.settings import one_line, plain, some_of
 from fedppl.types import Layout, Message, Status, Variable
 
 

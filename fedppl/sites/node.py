@@ -1,4 +1,4 @@
-"""A node: one client's data, compiled model and personal state, and its answers to the server. Knows no Flower."""
+"""A node: one client's data, compiled model and personal state, and its answers to the server."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from filelock import FileLock
 
-from fedppl.contracts import AnyAlgorithm, Failure, Request
+from fedppl import site
+from fedppl.contracts import Algorithm, AnyAlgorithm, Failure, Request
 from fedppl.data import frames
+from fedppl.data.sources import Source
 from fedppl.engine import account as _account
 from fedppl.engine import few_rows_in_sums as in_sums
 from fedppl.engine import guard as _guard
 from fedppl.engine.answer import answer, require_fit, say_unused
-from fedppl.engine.policy import NO_RULES, Policy, refuse_sharing
-from fedppl.flower import masks as _masks
-from fedppl.flower import site_agreement as _agreements
-from fedppl.flower import wire as _wire
-from fedppl.flower.decode import Parcel, checked_name, one_text
+from fedppl.engine.policy import NO_RULES, Policy, read, refuse_query, refuse_sharing
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.same import code_key
+from fedppl.settings import shown, whole
+from fedppl.sites import masks as _masks
+from fedppl.sites import site_agreement as _agreements
+from fedppl.sites import wire as _wire
+from fedppl.sites.decode import Parcel, checked_name, one_text
 from fedppl.storage import codec
 from fedppl.storage import signed as _signed
 from fedppl.storage.signed import Memory, owner_key, pack
@@ -59,6 +62,74 @@ class Node(NamedTuple):
     kind: str | None = None  # of client, where it is declared
     secure: Path | None = None  # folder of identity and roster, where it answers under masks alone
     query: str = ""  # digest of what `load_data` asks, where that is a source
+
+
+def described(
+    model: FederatedModel, algorithm: AnyAlgorithm, load_data: Any, *options: Any
+) -> Callable[[Mapping[str, Any]], Node]:
+    """Check what a site's app is given; the function from a node config to its node."""
+    client_id, kind, folder, policy, secure, draws, chains = options
+    if not isinstance(model, FederatedModel) or not isinstance(algorithm, Algorithm):
+        raise DeclarationError("client_app takes a FederatedModel and an algorithm that is built, like fedppl.EP().")
+    if not callable(load_data):
+        raise DeclarationError(f"load_data is {type(load_data).__name__}; pass a function from node config to data.")
+    builders = list(model.builders)
+    arguments: tuple[tuple[str, Any, tuple[type, ...], str], ...] = (
+        ("client_id", client_id, (), "None"),
+        ("kind", kind, (str,), f"one of {builders}"),
+        ("folder", folder, (str, Path), "a path"),
+        ("policy", policy, (Policy, str, Path), "a fedppl.Policy, the path of a TOML file with one"),
+        ("secure", secure, (str, Path), "the folder of identity and roster"),
+    )
+    for name, value, types, wanted in arguments:
+        valid = isinstance(value, types) and value != "" and (name != "kind" or value in builders)
+        if not (value is None or callable(value) or valid):
+            raise DeclarationError(f"{name}={shown(value)} must be {wanted}, or a function from the node config to it.")
+    if folder is None:
+        _require_no_account(algorithm, policy, secure)
+    if secure is None and (policy is None or (isinstance(policy, Policy) and policy.sums == "required")):
+        require_masks(None, Policy() if policy is None else policy)
+    draws, chains = whole("draws", draws), whole("chains", chains)
+    given_id = client_id or (lambda config: str(config.get("client-id", "")))
+    token = secrets.token_hex(8)
+    given: tuple[Any, ...] = (folder, policy, kind, secure)
+
+    def id_of(config: Mapping[str, Any]) -> str:
+        # Where the operator gives the node its id later, its account is the same: limits are not granted anew.
+        if (name := given_id(config)) or secure is None:
+            return name
+        with suppress(DeclarationError):  # without an identity it refuses, and its log says why
+            return site.read(Path((secure(config) if callable(secure) else secure) or "no folder")).name
+        return ""
+
+    def node(config: Mapping[str, Any]) -> Node:
+        here, chosen, kind_here, files = (each(config) if callable(each) else each for each in given)
+        path = None if here is None else Path(here)
+        if path is not None:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        rules = chosen if isinstance(chosen, Policy) else Policy() if chosen is None else read(chosen)
+        its_files = None if secure is None else Path(files or "no folder")  # never in the clear because of a typo
+        query = load_data.digest if isinstance(load_data, Source) else ""
+        load = load_data if refuse_query(rules, query) is None else _unread  # a worker loads before it answers
+        return Node(token, model, algorithm, load, id_of, path, draws, chains, rules, kind_here, its_files, query)
+
+    return node
+
+
+def _unread(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    raise LocalFailure("rows are not read by a query that the policy does not list; the audit log has its digest")
+
+
+def _require_no_account(algorithm: AnyAlgorithm, policy: Any, secure: Any) -> None:
+    """Raise DeclarationError where a site needs a folder and has none."""
+    lasting = "give client_app a folder= that lasts"
+    if algorithm.persistent:
+        raise DeclarationError(f"{algorithm.name} counts what a site has released over all runs; {lasting}.")
+    if secure is not None:
+        raise DeclarationError(f"secure= without folder=: cohorts and last answers are kept in it; {lasting}.")
+    if policy != NO_RULES:
+        other = "policy=fedppl.policy.NO_RULES where the data need no protection"
+        raise DeclarationError(f"folder=None: a policy counts requests and keeps an audit log; {lasting}, or {other}.")
 
 
 class Enrolled(NamedTuple):

@@ -24,8 +24,8 @@ from fedppl import site
 from fedppl.contracts import AnyAlgorithm, ClientUpdate, Failure, Reply, Request
 from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED, digest
-from fedppl.flower.decode import LABELS_LENGTH, Malformed, Parcel, brief, checked_name, one_text, parsed, require
 from fedppl.numerics.streams import client_seed
+from fedppl.sites.decode import LABELS_LENGTH, Malformed, Parcel, brief, checked_name, one_text, parsed, require
 from fedppl.types import Array, DeclarationError, Message
 
 WORDS = "words"  # the one array of a masked reply
