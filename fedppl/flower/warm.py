@@ -291,7 +291,7 @@ def serve(app: str, site: str, idle: float, mark: str) -> None:
     """Answer one message after the other, until none has come for `idle` seconds or the file `key` is not its own."""
     folder = opened(Path(site))
     private = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)  # only its owner may enter it
-    listening = socket.socket(socket.AF_UNIX)  # never closed: a traceback is in the log before who waits hears of an end
+    listening = socket.socket(socket.AF_UNIX)  # left open: the log has a traceback before who waits hears of an end
     with private:
         door = Door(f"{private.name}/socket", secrets.token_hex(32), os.getpid(), mark)
         try:

@@ -115,7 +115,7 @@ def _ends(pid: int, seconds: float = 30.0) -> bool:
 
 
 def test_the_apps_process_imports_nothing_heavy() -> None:
-    heavy = ("pymc", "pytensor", "arviz", "torch", "numba", "pandas")
+    heavy = ("pymc", "pytensor", "arviz", "torch", "numba", "pandas", "scipy")
     code = "import sys, fedppl; fedppl.Flower.warm_app('a.b:app', folder='x')"
     code += f"; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
