@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl.gaussian import Gaussian
+if TYPE_CHECKING:  # it takes LAPACK, which a process that only passes messages on does not need
+    from fedppl.gaussian import Gaussian
 
 Array = NDArray[np.float64]
 Message = Mapping[str, NDArray[Any]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -24,9 +23,9 @@ from numpy.testing import assert_array_equal
 pytest.importorskip("flwr")
 
 import fedppl
-from fedppl.flower import warm, worker
+from fedppl.flower import warm
 from fedppl.flower.messages import unread
-from fedppl.sites import CONCLUDE, HELLO, parcel_of
+from fedppl.sites import HELLO, parcel_of
 from fedppl.sites import node as sites
 from fedppl.storage import codec
 from fedppl.testing import normal_means
@@ -72,13 +71,24 @@ class Place:
         return fedppl.fit(model, None, fedppl.EP(), engine=engine, progressbar=False, random_seed=1), grid
 
     def started(
-        self, idle: float = 60.0, folder: str = "one", app: str = "warm_site:app"
-    ) -> tuple[Connection, worker.Door, Path]:
+        self, idle: float = 60.0, folder: str = "one", app: str = "warm_site:app", mark: str = "as it was"
+    ) -> tuple[Connection, warm.Door, Path]:
         """A worker of the first site, a connection to it, and its folder."""
-        folders = worker.opened(self.root / folder)
-        site = str(folders.parent)
-        told = {"app": app, "folder": site, "idle": idle, "path": sys.path, "digest": "as it was"}
-        return *warm.start(folders, told), folders
+        folders = warm.opened(self.root / folder)
+        return *warm.start(folders, app, idle, mark), folders
+
+    def waiting(self, name: str) -> dict[str, Any]:
+        """Config of a site that waits for a file of it, and whose policy wants more rows than it has."""
+        (self.root / "waiting_site.py").write_text(WAITING)
+        config = self.config("client0", ".")
+        np.savez(config["data"], y=np.ones(4))  # the policy wants five rows, and a refusal is counted
+        Path(config[name]).rename(self.root / f"{name}.later")
+        self.config_of = config
+        return config
+
+    def released(self, name: str) -> None:
+        """Let the site go on."""
+        (self.root / f"{name}.later").rename(self.config_of[name])
 
 
 @pytest.fixture
@@ -105,10 +115,10 @@ def _ends(pid: int, seconds: float = 30.0) -> bool:
     return not _lives(pid)
 
 
-@pytest.mark.parametrize("code", ["fedppl.Flower.warm_app('a.b:app', folder='x')", "import fedppl.flower.worker"])
-def test_neither_the_apps_process_nor_a_worker_that_begins_to_listen_imports_what_is_heavy(code: str) -> None:
-    heavy = ("pymc", "pytensor", "arviz", "torch", "numba", "pandas") + ("flwr.app",) * ("worker" in code)
-    code = f"import sys, fedppl; {code}; print([m for m in {heavy} if m in sys.modules])"
+def test_the_apps_process_imports_nothing_heavy() -> None:
+    heavy = ("pymc", "pytensor", "arviz", "torch", "numba", "pandas", "scipy")
+    code = "import sys, fedppl; fedppl.Flower.warm_app('a.b:app', folder='x')"
+    code += f"; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -126,8 +136,6 @@ def test_replies_are_those_of_the_old_path(place: Place) -> None:
         assert {**mine[1], "nonce": ""} == {**theirs[1], "nonce": ""}  # of the server, by chance
         for name, value in theirs[0].items():
             assert_array_equal(mine[0][name], value)
-    for process in warm._workers:
-        process.wait(30)  # the run is concluded
     for name in place.data:
         lines = [len((place.root / f / name / "audit.jsonl").read_text().splitlines()) for f in ("warm", "cold")]
         assert lines[0] == lines[1] > 3
@@ -189,86 +197,45 @@ def test_two_apps_at_once_start_one_worker_and_a_killed_one_is_replaced(place: P
     assert private[2].exists() and not private[0].exists()  # the killed one could not delete it
 
 
-LISTENING = "import socket, sys; s = socket.socket(1); s.bind(sys.argv[1]); s.listen(); print(1, flush=True); input()"
+def test_a_worker_that_hangs_ends_and_says_where(place: Place) -> None:
+    """Twice as long as its message could wait: it may have been compiling."""
+    config = place.waiting("data")
+    connection, door, folder = place.started(folder=config["folder"], app="waiting_site:app")
+    with connection:
+        _ask(connection, door, config, killed_after=1.0)
+        with pytest.raises((EOFError, ConnectionError)):
+            connection.recv_bytes()
+    assert _ends(door.pid)
+    log = (folder / "log").read_text()
+    assert "Timeout" in log and "when_there" in log
 
 
-@pytest.mark.parametrize("hangs", [True, False])
-def test_the_start_of_a_worker_ends_one_of_another_app_only_if_nobody_waits_for_it(
-    place: Place, hangs: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(warm, "_CODE", "")  # of the new one
-    folder, private = worker.opened(place.root / "one"), place.root / "fedppl-old"
-    private.mkdir()
-    command = [sys.executable, "-c", LISTENING, str(private / "socket")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as old:
-        assert old.stdout is not None and old.stdout.readline()
-        door = worker.Door(str(private / "socket"), "00", old.pid, "another")
-        worker.replace(folder / "key", json.dumps(door._asdict()).encode())
-        worker.serving(door).write_text(repr(time.monotonic() + (-1.0 if hangs else 600.0)))
-        with pytest.raises(warm._NoWorker):
-            place.started()
-        assert (_ends(old.pid) if hangs else _lives(old.pid)) and private.exists() != hangs
-        assert (f"process {old.pid}, is replaced" in caplog.text) != hangs
-
-
-@pytest.mark.parametrize(
-    "time_over, key, ended", [(True, "another", True), (False, "another", False), (True, "", False)]
-)
-def test_a_worker_that_hangs_ends_where_its_key_is_anothers(
-    tmp_path: Path, time_over: bool, key: str, ended: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exits = _exits(monkeypatch)
-    (private := tmp_path / "fedppl-own").mkdir()
-    door, computing = worker.Door(str(private / "socket"), "00", 1, "own"), threading.Lock()
-    computing.acquire()
-    worker.serving(door).write_text(repr(time.monotonic() + (-1.0 if time_over else 600.0)))
-    (tmp_path / "key").write_text(json.dumps((door._replace(key=key) if key else door)._asdict()))
-    thread = threading.Thread(target=worker._end, args=(tmp_path, door, 600.0, [0.0], computing), daemon=True)
-    thread.start()
-    assert exits.wait(10.0 if ended else 0.3) == ended
-    assert (tmp_path / "key").exists()  # of the one that is there
-    if not ended:
-        (tmp_path / "key").unlink()
-        computing.release()
-    thread.join(10.0)
-    assert exits.is_set() and not private.exists()
-
-
-def _quiet(function: Any) -> Any:
-    """The function, ended by SystemExit without a word: pytest reports that of a thread."""
-
-    def called(*arguments: Any) -> None:
-        with contextlib.suppress(SystemExit):
-            function(*arguments)
-
-    return called
-
-
-def _exits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """An event that says whether a worker, which is a thread here, has ended its process."""
-    exits = threading.Event()
-
-    def leave(code: int) -> None:
-        exits.set()
-        raise SystemExit
-
-    monkeypatch.setattr(worker.os, "_exit", leave)
-    monkeypatch.setattr(worker, "_end", _quiet(worker._end))
-    monkeypatch.setattr(worker, "_TICK", 0.01)
-    return exits
+def test_a_worker_that_is_replaced_answers_what_it_computes_and_leaves_the_others_key(place: Place) -> None:
+    config = place.waiting("data")
+    connection, old, folder = place.started(folder=config["folder"], app="waiting_site:app")
+    with connection:
+        _ask(connection, old, config)
+        _until((folder / "has begun").exists)
+        another, new, _ = place.started(folder=config["folder"], app="waiting_site:app", mark="another")
+        another.close()
+        assert new.pid != old.pid and _lives(old.pid) and not Path(old.address).exists()
+        place.released("data")
+        assert codec.decode(connection.recv_bytes())["texts"]
+    assert _ends(old.pid) and _lives(new.pid)
+    assert warm.read_door(folder) == new and Path(new.address).exists()
 
 
 def test_a_folder_that_is_open_to_others_or_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "worker").mkdir()
     (tmp_path / "worker").chmod(0o755)
     with pytest.raises(OSError, match="delete it"):
-        worker.opened(tmp_path)
+        warm.opened(tmp_path)
     (tmp_path / "worker").chmod(0o700)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "worker").symlink_to(tmp_path / "worker")
     with pytest.raises(OSError, match="delete it"):
-        worker.opened(tmp_path / "site")
-    folder = worker.opened(tmp_path / "parent" / "own")
+        warm.opened(tmp_path / "site")
+    folder = warm.opened(tmp_path / "parent" / "own")
     assert [where.stat().st_mode & 0o777 for where in (folder, folder.parent)] == [0o700, 0o700]
 
 
@@ -327,54 +294,44 @@ def test_data_are_enrolled_anew_where_they_have_changed(tmp_path: Path) -> None:
 
 WAITING = """
 import pathlib, time
-def when_there(path):
+def when_there(path, config):
+    (pathlib.Path(config["folder"]) / "worker" / "has begun").touch()
     while not pathlib.Path(path).exists():
         time.sleep(0.02)
     return path
 def loaded(path):
     pathlib.Path(path + ".loaded").touch()
     return np.load(path)
-""" + SITE.replace('np.load(config["data"])', 'loaded(when_there(config["data"]))').replace(
-    'config["policy"],', 'when_there(config["policy"]),'
+""" + SITE.replace('np.load(config["data"])', 'loaded(when_there(config["data"], config))').replace(
+    'config["policy"],', 'when_there(config["policy"], config),'
 )
 
 
-def test_a_request_whose_asker_has_gone_is_neither_computed_nor_counted(place: Place) -> None:
-    (place.root / "waiting_site.py").write_text(WAITING)
-    config = place.config("client0", ".")
-    np.savez(config["data"], y=np.ones(4))  # the policy wants five rows, and a refusal is counted
+def _ask(connection: Connection, door: warm.Door, config: dict[str, Any], killed_after: float = 600.0) -> None:
+    """Send the first message of a run."""
+    texts = {"config": config, "kind": HELLO, "arrays": {}, "texts": {}, "killed_at": time.monotonic() + killed_after}
+    warm.greet(connection, door)
+    connection.send_bytes(codec.encode(texts))
+
+
+@pytest.mark.parametrize("name", ["policy", "data"])  # is looked at before and after the rows are loaded
+def test_a_request_whose_asker_has_gone_is_neither_computed_nor_counted(place: Place, name: str) -> None:
+    config = place.waiting(name)
     connection, door, folder = place.started(folder=config["folder"], app="waiting_site:app")
     audit, log = folder.parent / "audit.jsonl", folder / "log"
-
-    def ask(connection: Connection, end: float, **paths: str) -> None:
-        texts = {"config": {**config, **paths}, "kind": HELLO, "arrays": {}, "texts": {}, "end": end}
-        warm.greet(connection, door)
-        connection.send_bytes(codec.encode(texts))
-
-    def computing(end: float) -> bool:
-        try:
-            return float(worker.serving(door).read_text()) == end
-        except OSError:
-            return False
-
-    later = time.monotonic() + 600.0
-    for number, name in enumerate(("policy", "data")):  # is looked at before and after the rows are loaded
-        path, there = Path(config[name]), place.root / f"{name}.later"
-        path.rename(there)
-        with connection:
-            ask(connection, later + number)
-            _until(lambda number=number: computing(later + number))
-        connection = Client(door.address)  # waits behind it
-        there.rename(path)
-        _until(lambda number=number: log.read_text().count("fedppl_hello) is closed") == number + 1)
-        assert not audit.exists() and Path(config["data"] + ".loaded").exists() == (name == "data")
+    with connection:
+        _ask(connection, door, config)
+        _until((folder / "has begun").exists)
+    connection = Client(door.address)  # waits behind it
+    place.released(name)
+    _until(lambda: "fedppl_hello) is closed" in log.read_text())
+    assert not audit.exists() and Path(config["data"] + ".loaded").exists() == (name == "data")
     log.unlink()  # rotated
     with connection:
-        ask(connection, later)
+        _ask(connection, door, config)
         answer = codec.decode(connection.recv_bytes())
     assert "policy of its site" in answer["texts"]["error"] and "cannot take part" in answer["log"]
     assert audit.exists()
-    _until(lambda: not computing(later))
 
 
 def _until(condition: Any, seconds: float = 60.0) -> None:
@@ -393,21 +350,20 @@ class Parts(NamedTuple):
     here: Connection
     there: Connection
     site: Path
-    door: worker.Door
+    door: warm.Door
     node_of: Any
 
     def serve(self) -> threading.Thread:
         """Serve one request."""
-        arguments = (self.there, self.door, self.node_of, worker.opened(self.site))
-        thread = threading.Thread(target=worker._serve, args=arguments, daemon=True)
+        arguments = (self.there, self.door, self.node_of, warm.opened(self.site))
+        thread = threading.Thread(target=warm._answer, args=arguments, daemon=True)
         thread.start()
         return thread
 
 
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
-    (private := tmp_path / "fedppl-own").mkdir()
-    door = worker.Door(str(private / "socket"), "00" * 32, os.getpid(), "own")
+    door = warm.Door("no socket", "00" * 32, os.getpid(), "own")
     site = tmp_path / "site"
     own = sites.Node(
         "t", normal_means(1)[0], fedppl.EP(), lambda c: None, lambda c: "a", site, 10, 1, fedppl.policy.NO_RULES
@@ -415,7 +371,8 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
     monkeypatch.setattr("fedppl.sites.conclusions.answer", lambda *arguments: ({"a": np.zeros(2**21)}, {}))
     here, there = _pair()
     with here, there, (tmp_path / "log").open("w+b") as log:
-        monkeypatch.setattr(worker, "_STDERR", log.fileno())
+        monkeypatch.setattr(warm, "_STDERR", log.fileno())
+        monkeypatch.setattr("faulthandler.dump_traceback_later", lambda seconds, exit: None)  # would end this process
         yield Parts(here, there, site, door, lambda config: own)
 
 
@@ -428,13 +385,13 @@ def _pair() -> tuple[Connection, Connection]:
 def test_proofs_a_request_and_an_answer_have_a_limit_in_all(
     parts: Parts, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_PROOFS", 0.3)
-    monkeypatch.setattr(worker, "_PATIENCE", 0.3)
+    monkeypatch.setattr(warm, "_PROOFS", 0.3)
+    monkeypatch.setattr(warm, "_PATIENCE", 0.3)
     serving = parts.serve()
     if stage != "proofs":
         warm.greet(parts.here, parts.door)
     if stage == "answer":
-        parts.here.send_bytes(codec.encode({"config": {}, "kind": HELLO, "arrays": {}, "texts": {}, "end": 0.0}))
+        parts.here.send_bytes(codec.encode({"config": {}, "kind": HELLO, "arrays": {}, "texts": {}, "killed_at": 0.0}))
     else:
         with pytest.raises(OSError):
             os.write(parts.here.fileno(), b"\0\0\0\xc8")  # that so many bytes follow
@@ -446,80 +403,33 @@ def test_proofs_a_request_and_an_answer_have_a_limit_in_all(
 
 
 def test_the_apps_wait_has_a_limit_in_all(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for a worker that stops within an answer, or does not read."""
+    """Also for a worker that stops within an answer, or does not read, or is still at another message."""
     monkeypatch.setattr(warm, "_LEAST", 0.5)
-    for part in (b"\0\0", b""):
+    for part in (b"\0\0", b"", None):
         here, there = _pair()
-        door = worker.Door(str(place.root / "no-socket"), "00", 1, "")
+        door = warm.Door(str(place.root / "no-socket"), "00", 1, "")
 
-        def answers(there: Connection = there, part: bytes = part) -> None:
-            there.send_bytes(b"")
-            answer_challenge(there, b"\0")
+        def answers(there: Connection = there, part: bytes | None = part) -> None:
             deliver_challenge(there, b"\0")
-            os.write(there.fileno(), part)
+            answer_challenge(there, b"\0")
+            os.write(there.fileno(), part or b"")
 
-        threading.Thread(target=answers, daemon=True).start()
+        if part is not None:
+            threading.Thread(target=answers, daemon=True).start()
         monkeypatch.setattr(warm, "reach", lambda *arguments, here=here, door=door: (here, door))
         with there, pytest.raises(RuntimeError, match="goes on computing.*deadline="):
             _asks_late(place)
 
 
-class Blind(Connection):
-    """An end that welcomes any proof."""
-
-    def send_bytes(self, raw: Any, *more: Any) -> None:
-        super().send_bytes(b"#WELCOME#" if raw == b"#FAILURE#" else raw, *more)
-
-
-def test_who_does_not_look_at_the_workers_proof_is_refused(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_look_at_the_workers_refusal_is_not_served(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
     monkeypatch.setattr("fedppl.sites.conclusions.answer", lambda *arguments: served.append(arguments))
     serving = parts.serve()
-    with Blind(os.dup(parts.here.fileno())) as blind:
-        blind.recv_bytes(0)
-        with pytest.raises(AuthenticationError):
-            deliver_challenge(blind, bytes(31) + b"1")
-        with pytest.raises(AuthenticationError):
-            answer_challenge(blind, bytes(31) + b"1")
+    with pytest.raises(AuthenticationError):
+        answer_challenge(parts.here, bytes(31) + b"1")
+    parts.here.send_bytes(codec.encode({"config": {}, "kind": HELLO, "arrays": {}, "texts": {}, "killed_at": 0.0}))
     serving.join(10.0)
     assert not serving.is_alive() and not served
-
-
-@pytest.mark.parametrize("own_key", [True, False])
-def test_a_worker_that_ends_sends_all_answers_first(
-    parts: Parts, own_key: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long who asked takes to read; and it leaves the key of another that has taken its place."""
-    exits, waiting = _exits(monkeypatch), [parts.there]
-
-    class Once:
-        def __init__(self, *arguments: Any, **more: Any) -> None: ...
-
-        def accept(self) -> Connection:
-            if not waiting:
-                raise SystemExit
-            return waiting.pop()
-
-    monkeypatch.setattr(worker, "Listener", Once)
-    monkeypatch.setattr(worker, "_node_of", lambda app: parts.node_of)
-    site = parts.site
-    told = {"app": "a:b", "folder": str(site), "idle": 60.0, "digest": "own"}
-    serving = threading.Thread(target=_quiet(worker.main), args=(told,), daemon=True)
-    serving.start()
-    _until((site / "worker" / "key").exists)
-    door = worker.read_door(site / "worker")
-    assert door is not None
-    warm.greet(parts.here, door)
-    if not own_key:
-        worker.replace(site / "worker" / "key", json.dumps(door._replace(key="11")._asdict()).encode())
-    request = {"config": {}, "kind": CONCLUDE, "arrays": {}, "texts": {}, "end": time.monotonic() + 60.0}
-    parts.here.send_bytes(codec.encode(request))
-    assert parts.here.poll(10.0) and not exits.wait(1.0)
-    assert (site / "worker" / "key").exists() != own_key  # before the answer: who comes now has a new worker
-    assert codec.decode(parts.here.recv_bytes())["arrays"]["a"].shape == (2**21,)
-    assert exits.wait(10.0)
-    serving.join(10.0)
-    assert (site / "worker" / "key").exists() != own_key
 
 
 def test_a_worker_that_does_not_start_says_why(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,11 +437,11 @@ def test_a_worker_that_does_not_start_says_why(place: Place, monkeypatch: pytest
     long = place.root / ("long" * 30)
     long.mkdir()
     monkeypatch.setenv("TMPDIR", str(long))
-    with pytest.raises(warm._NoWorker, match="exit code 1; its log, (?s:.*)set TMPDIR"):
+    with pytest.raises(ConnectionError, match="exit code 1; its log, (?s:.*)set TMPDIR"):
         place.started()
     assert not list(long.iterdir())
-    monkeypatch.setattr(warm, "_CODE", "raise SystemExit('no such interpreter')")
-    with pytest.raises(warm._NoWorker, match=r"exit code 1; its log, .*: no such interpreter"):
+    monkeypatch.setattr(warm, "_COMMAND", (sys.executable, "-c", "raise SystemExit('no such interpreter')"))
+    with pytest.raises(ConnectionError, match=r"exit code 1; its log, .*: no such interpreter"):
         place.started()
 
 
@@ -557,18 +467,15 @@ def test_what_no_worker_answers_is_answered_in_flowers_process(
 def test_a_door_or_a_worker_that_says_anything_is_no_worker(
     place: Place, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warm, "digest", lambda options: "own")
+    monkeypatch.setattr(warm, "fingerprint", lambda app, idle: "own")
     address = str(place.root / "s")
     door = {"address": 5 if what == "no address" else address, "key": "no" if what == "no key" else "00", "pid": 1}
-    (worker.opened(place.root / "one") / "key").write_text(json.dumps({**door, "app": "own"}))
+    (warm.opened(place.root / "one") / "key").write_text(json.dumps({**door, "fingerprint": "own"}))
     with Listener(address, "AF_UNIX") as listener:
 
         def greets() -> None:
             with listener.accept() as connection:
-                connection.send_bytes(b"")
-                if what == "no challenge":
-                    answer_challenge(connection, b"\0")
-                    connection.send_bytes(b"anything")
+                connection.send_bytes(b"anything" if what == "no challenge" else b"")
 
         thread = threading.Thread(target=greets, daemon=True)
         if what != "no address":
@@ -586,60 +493,25 @@ def _plainly(place: Place, **config: Any) -> Any:
     return app(message, node(app, 1, **config).context).content
 
 
-def test_the_digest_is_of_sources_and_not_of_what_the_site_writes(
+def test_the_fingerprint_is_of_sources_and_not_of_what_the_site_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "spacious" / "work").mkdir(parents=True)  # a namespace: no __init__.py
     (tmp_path / "spacious" / "site.py").write_text("")
-    told = {"app": "spacious.site:app", "folder": str(tmp_path), "idle": 1.0, "path": [tmp_path]}
-    digests = [warm.digest(told)]
+    marks = [warm.fingerprint("spacious.site:app", 1)]
     (tmp_path / "spacious" / "work" / "ledger.json").write_text("{}")
-    assert warm.digest(told) == digests[0]
-    digests.append(warm.digest({**told, "idle": 2.0}))
+    assert warm.fingerprint("spacious.site:app", 1.0) == marks[0]
+    marks.append(warm.fingerprint("spacious.site:app", 2.0))
     (tmp_path / "spacious" / "more.toml").write_text("")
-    digests.append(warm.digest(told))
+    marks.append(warm.fingerprint("spacious.site:app", 1.0))
     (tmp_path / "spacious" / "site.py").write_text("a = 1")
-    digests.append(warm.digest(told))
-    assert len({*digests}) == 4
-    with pytest.raises(fedppl.DeclarationError, match="'not_there'"):
-        warm.digest({**told, "app": "not_there:app"})
-
-
-@pytest.mark.parametrize(
-    "at, remedy",
-    [
-        ("one whose time is over", "was killed"),
-        ("one that is waited for", "deadline="),
-        ("importing", "deadline="),
-        ("this one", "deadline="),
-    ],
-)
-def test_a_message_that_expires_ends_a_worker_only_behind_one_whose_time_is_over(
-    place: Place, at: str, remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed: list[int] = []
-    monkeypatch.setattr(warm.os, "kill", lambda pid, sign: killed.append(pid))
-    monkeypatch.setattr(warm, "_LEAST", 0.5)
-    with Listener(str(place.root / "s"), "AF_UNIX") as listener:
-        door = worker.Door(str(place.root / "s"), "00", 123456, "")
-        if at != "importing":
-            worker.serving(door).write_text(repr(time.monotonic() + 600.0 * (at == "one that is waited for")))
-
-        def greeted() -> None:
-            connection = listener.accept()
-            connection.send_bytes(b"")
-            answer_challenge(connection, b"\0")
-            deliver_challenge(connection, b"\0")
-            connection.poll(5.0)
-            time.sleep(2.0)
-
-        if at == "this one":
-            threading.Thread(target=greeted, daemon=True).start()
-        monkeypatch.setattr(warm, "reach", lambda *arguments: (Client(door.address), door))
-        with pytest.raises(RuntimeError, match=remedy):
-            _asks_late(place)
-    assert killed == [door.pid] * (remedy == "was killed")
+    marks.append(warm.fingerprint("spacious.site:app", 1.0))
+    monkeypatch.syspath_prepend(str(tmp_path / "work"))
+    marks.append(warm.fingerprint("spacious.site:app", 1.0))
+    assert len({*marks}) == 5
+    with pytest.raises(ModuleNotFoundError, match="'not_there'"):
+        warm.fingerprint("not_there:app", 1.0)
 
 
 def _asks_late(place: Place) -> None:
@@ -661,5 +533,5 @@ def _hello(place: Place, app: Any, config: dict[str, Any]) -> Iterator[Any]:
 
 
 def _listener(config: dict[str, Any]) -> int:
-    door = worker.read_door(Path(config["folder"]) / "worker")
+    door = warm.read_door(Path(config["folder"]) / "worker")
     return 0 if door is None else door.pid
