@@ -40,7 +40,6 @@ from flwr.clientapp import ClientApp
 
 from fedppl.flower.messages import read_message, register, to_content
 from fedppl.settings import shown
-from fedppl.sites import AGREE, ASK, GATE, GREET, HELLO, JOIN
 from fedppl.storage import codec
 from fedppl.storage.signed import file_memory, open_to_write, replace
 from fedppl.types import DeclarationError
