@@ -1,24 +1,20 @@
-"""A site's account of the answers of its clients: `ledger.json` in the site's folder, and the log `audit.jsonl`."""
+"""A site's account of the answers of its clients, and the log beside it, in the site's file."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import logging
-import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl import audit
-from fedppl.engine.guard import Guard, Ledger, Run
+from fedppl.engine.guard import NONE, Guard, Ledger, Run, Runs
 from fedppl.engine.policy import Policy, resolved
+from fedppl.storage import store as _store
 from fedppl.storage.codec import plain
-from fedppl.storage.signed import read_account, write_account
-from fedppl.types import DataError
 
 logger = logging.getLogger(__name__)
 
@@ -27,84 +23,40 @@ logger = logging.getLogger(__name__)
 _ALL_OF = 1000
 
 
-def in_folder(rules: Policy, folder: Path, name: str, *, masked: bool = False) -> Guard:
-    """A guard whose account lies in a folder, under a client's own name. The caller holds the site's lock."""
-    # The log is written before the ledger: if a process dies in between, nothing has left under the last line.
-    account = _Account(folder, name)
-    return Guard(resolved(rules, masked=masked), account.read, account.write, masked)
+def in_store(rules: Policy, store: _store.Store, name: str, *, masked: bool = False) -> Guard:
+    """A guard whose account lies in a site's file, under a client's own name."""
 
+    def read() -> Ledger:
+        return Ledger(*store.account[0].clients.get(name, ()))
 
-class _Account:
-    """The ledger and the log in a folder; they are checked against each other once a request."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self._path, self._log = folder / "ledger.json", folder / "audit.jsonl"
-        self._folder, self._name = folder, name
-        self._head: audit.Head | None = None  # of the log, once it was checked
-
-    def read(self) -> Ledger:
-        """The client's ledger."""
-        account, _ = self._checked()
-        own = account["clients"].get(self._name)
-        if own is None:
-            return Ledger()
-        counts = [own["requests"], own["unknown"], account["lines"], own["spent"]]
-        if not all(isinstance(count, int | float) and 0 <= count < math.inf for count in counts):
-            raise DataError(f"{str(self._path)!r} holds {counts}, which count nothing. Put back what was there.")
-        return Ledger(**{**own, "runs": {run: Run(*answered) for run, answered in own["runs"].items()}})
-
-    def write(self, ledger: Ledger, entry: Mapping[str, Any]) -> None:
-        """Write a line to the log, then the ledger; an empty entry writes no line."""
-        account, head = self._checked()
-        if not self._path.exists():  # before the log, which without a ledger would be taken for cut off from it
-            write_account(self._path, account)
-        costs = not entry or entry["event"] in ("request", "reply", "conclusion") and not entry.get("repeated")
-        before = account.get("idle", 0)
-        idle = before + (not costs or bool(entry.get("refused")))
-        line = {"site": self._name or entry.get("client") or self._folder.name, **entry}
-        written = idle <= _ALL_OF or idle & (idle - 1) == 0
-        if entry and (idle == before or written):
-            head = audit.append(self._log, line if idle == before else {**line, "refused_or_free": idle}, head)
-        if entry.get("refused") and written:
+    def write(ledger: Ledger, entry: Mapping[str, Any], runs: Runs = NONE) -> None:
+        for (kind, run), answered in runs.items():
+            _store.put(store, name, kind, run, answered)
+        account, is_free = store.account[0], ledger == read() and _is_free(entry)
+        clients = {**account.clients, name: list(ledger)}
+        store.account[0] = account = account._replace(clients=clients, idle=account.idle + is_free)
+        if not entry or (is_free and account.idle > _ALL_OF and account.idle & (account.idle - 1)):
+            return
+        line = {"site": name or entry.get("client") or store.folder.name, **entry}
+        line |= {"refused_or_free": account.idle} if is_free else {}
+        _store.append(store, {**line, "requests": _store.requests(store)})
+        if entry.get("refused"):
             logger.warning("client %s refuses (%s) by %s", line["site"], entry["event"], entry["refused"])
-        own = {**ledger._asdict(), "runs": {run: list(answered) for run, answered in ledger.runs.items()}}
-        self._head = head
-        clients = {**account["clients"], self._name: own}
-        write_account(self._path, {"clients": clients, "lines": head.length, "head": head.digest, "idle": idle})
 
-    def _checked(self) -> tuple[dict[str, Any], audit.Head]:
-        """The accounts of all clients, and the head of the log; DataError where the two contradict each other."""
-        if self._path.exists():
-            account = read_account(self._path)
-        elif self._log.exists() and self._head is None:
-            remedy = "put it back, or move the log away, which grants every limit anew"
-            raise DataError(f"{str(self._log)!r} has no {self._path.name} beside it; {remedy}.")
-        else:
-            account = {"clients": {}, "lines": 0, "head": audit.Head().digest, "idle": 0}
-        if self._head is None:
-            self._head = self._checked_log(account["lines"], account["head"])
-            if self._head.length > account["lines"]:  # before another line: a process may die here again and again
-                account |= {"lines": self._head.length, "head": self._head.digest}
-                write_account(self._path, account)
-        return account, self._head
+    def known(kind: str, run: str) -> Run | None:
+        answered = _store.known(store, name, kind, run)
+        return None if answered is None else Run(*answered)
 
-    def _checked_log(self, count: int, digest: str) -> audit.Head:
-        """The head of a log that has the ledger's last line."""
-        head, met = audit.Head(), count == 0
-        torn = audit.drop_torn(self._log) if self._log.exists() else 0
-        for line in audit.lines(self._log) if self._log.exists() else ():
-            head = audit.Head(line["line"], line["digest"])
-            met = met or (head.length == count and head.digest == digest)
-        if not met:
-            raise DataError(f"{str(self._log)!r} lacks line {count}, which was written: it was cut or replaced.")
-        # A line is written before the ledger knows of it, and one more where half a line was dropped.
-        if head.length > count + 2:
-            raise DataError(
-                f"{str(self._path)!r} knows {count} of {head.length} lines of the log. Put the last one back."
-            )
-        if not torn:
-            return head
-        return audit.append(self._log, {"site": self._name, "event": "half a line was dropped", "bytes": torn}, head)
+    def alike(kind: str) -> list[Run]:
+        return [Run(*answered) for answered in _store.alike(store, name, kind)]
+
+    return Guard(resolved(rules, masked=masked), read, write, known, alike, masked)
+
+
+def _is_free(entry: Mapping[str, Any]) -> bool:
+    """Whether a line is of what a server may ask any number of times; of nothing where there is no line."""
+    is_answer = entry.get("event") in ("request", "reply", "conclusion") and not entry.get("repeated")
+    return bool(entry) and (not is_answer or bool(entry.get("refused")))
 
 
 # By how many rows a client's data differ from those of earlier answers, by keyed digests of their cells ---------------

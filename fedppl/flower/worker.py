@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from fedppl.settings import shown
 from fedppl.storage import codec
-from fedppl.storage.signed import file_memory, replace
+from fedppl.storage.signed import replace
 from fedppl.types import DeclarationError
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ def _serve(connection: Connection, door: Door, node_of: Any, folder: Path) -> No
             logger.warning("the connection of a request (%s) is closed; it is neither computed nor counted", kind)
             return
         here = here._replace(load_data=load)
-        arrays, texts = answer(kind, here, config, file_memory(here.folder), (request["arrays"], request["texts"]))
+        arrays, texts = answer(kind, here, config, None, (request["arrays"], request["texts"]))
         log = os.pread(_STDERR, _LOG_BYTES, start).decode(errors="replace")
         if kind == CONCLUDE:  # before the answer: the next message must not reach a worker that is about to end
             _leave(folder, door)

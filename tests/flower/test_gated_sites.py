@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from fedppl.storage import signed
 from fedppl.types import ConvergenceWarning
 from tests.engine.test_few_rows_in_sums import RULES, cohort
 from tests.flower.test_secure_sites import bits, identities
+from tests.support import stored
 from tests.support.fake_grid import FakeGrid, engine_of, node, remember
 
 NAMES = tuple(f"site {site}" for site in range(5))
@@ -68,7 +68,7 @@ def kinds(grid: FakeGrid) -> list[str]:
 
 
 def lines(base: Path, name: str, event: str) -> list[Mapping[str, Any]]:
-    return [line for line in audit.lines(base / f"at {name}" / "audit.jsonl") if line["event"] == event]
+    return [line for line in audit.lines(base / f"at {name}") if line["event"] == event]
 
 
 def test_a_level_of_one_row_at_one_site_is_fitted_and_every_request_has_a_gate(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ class Server:
         return np.asarray(reply.message[masks.WORDS]).view(np.uint64)
 
     def rule(self, name: str) -> str:
-        found = [line["refused"] for line in audit.lines(self.folder / f"at {name}" / "audit.jsonl")]
+        found = [line["refused"] for line in audit.lines(self.folder / f"at {name}")]
         return str([rule for rule in found if rule][-1]).partition(":")[0]
 
     def moved(self) -> dict[str, Any]:
@@ -216,8 +216,7 @@ def test_gates_whose_requests_nobody_is_asked_count_as_requests(server: Server) 
     """A member beside the server reads their sums: they are bounded as the requests are."""
 
     def requests() -> int:
-        account = json.loads((server.folder / "at site 0" / "ledger.json").read_bytes())
-        return int(account["clients"]["site 0"]["requests"])
+        return stored.ledger(server.folder / "at site 0", "site 0").requests
 
     before = requests()
     parts = server.gates()

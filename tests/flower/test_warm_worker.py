@@ -29,6 +29,7 @@ from fedppl.flower import warm, worker
 from fedppl.flower.messages import CONCLUDE, HELLO, from_content
 from fedppl.storage import codec
 from fedppl.testing import normal_means
+from tests.support import stored
 from tests.support.fake_grid import FakeGrid, engine_of, node
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="a worker needs Unix sockets")
@@ -130,7 +131,7 @@ def test_replies_are_those_of_the_old_path(place: Place) -> None:
     for process in warm._workers:
         process.wait(30)  # the run is concluded
     for name in place.data:
-        lines = [len((place.root / f / name / "audit.jsonl").read_text().splitlines()) for f in ("warm", "cold")]
+        lines = [len(stored.lines(place.root / f / name)) for f in ("warm", "cold")]
         assert lines[0] == lines[1] > 3
         assert (place.root / "warm" / name / f"{name}.nc").exists()
 
@@ -345,7 +346,7 @@ def test_a_request_whose_asker_has_gone_is_neither_computed_nor_counted(place: P
     config = place.config("client0", ".")
     np.savez(config["data"], y=np.ones(4))  # the policy wants five rows, and a refusal is counted
     connection, door, folder = place.started(folder=config["folder"], app="waiting_site:app")
-    audit, log = folder.parent / "audit.jsonl", folder / "log"
+    account, log = folder.parent / "site.sqlite", folder / "log"
 
     def ask(connection: Connection, end: float, **paths: str) -> None:
         texts = {"config": {**config, **paths}, "kind": HELLO, "arrays": {}, "texts": {}, "end": end}
@@ -368,13 +369,13 @@ def test_a_request_whose_asker_has_gone_is_neither_computed_nor_counted(place: P
         connection = Client(door.address)  # waits behind it
         there.rename(path)
         _until(lambda number=number: log.read_text().count("fedppl_hello) is closed") == number + 1)
-        assert not audit.exists() and Path(config["data"] + ".loaded").exists() == (name == "data")
+        assert not account.exists() and Path(config["data"] + ".loaded").exists() == (name == "data")
     log.unlink()  # rotated
     with connection:
         ask(connection, later)
         answer = codec.decode(connection.recv_bytes())
     assert "policy of its site" in answer["texts"]["error"] and "cannot take part" in answer["log"]
-    assert audit.exists()
+    assert account.exists()
     _until(lambda: not computing(later))
 
 
@@ -595,7 +596,7 @@ def test_the_digest_is_of_sources_and_not_of_what_the_site_writes(
     (tmp_path / "spacious" / "site.py").write_text("")
     told = {"app": "spacious.site:app", "folder": str(tmp_path), "idle": 1.0, "path": [tmp_path]}
     digests = [warm.digest(told)]
-    (tmp_path / "spacious" / "work" / "ledger.json").write_text("{}")
+    (tmp_path / "spacious" / "work" / "site.sqlite").write_text("{}")
     assert warm.digest(told) == digests[0]
     digests.append(warm.digest({**told, "idle": 2.0}))
     (tmp_path / "spacious" / "more.toml").write_text("")

@@ -59,7 +59,7 @@ def until_done(act: Callable[[], bytes], usual: float, rng: np.random.Generator,
 
 def _log_of(path: Path) -> list[object]:
     """The last lines of the site's log, to see why it refused."""
-    return list(audit.lines(path.with_name("audit.jsonl")))[-4:]
+    return list(audit.lines(path))[-4:]
 
 
 def main(folder: Path, kills: int) -> None:
@@ -68,7 +68,7 @@ def main(folder: Path, kills: int) -> None:
     rng, here, plain = np.random.default_rng(1), sums.world(folder / "killed"), sums.world(folder / "plain")
     seen = {"kills": 0, "rounds": 0, "in_a_round": 0, "other_words": 0, "other_sums": 0}
     clear, _ = sums.cohort(plain, "run")
-    run, path = 0, folder / "killed" / f"at {_VICTIM}" / "ledger.json"
+    run, path = 0, folder / "killed" / f"at {_VICTIM}"
     message = sums.message_at(rng.normal(0, 5, size=(8, 1)))
     for name in _NAMES:  # compiled, and timed the second time
         sums.asked(plain, "run", name, message, clear)
@@ -100,7 +100,7 @@ def main(folder: Path, kills: int) -> None:
             left = until_done(answer, usual, rng, seen)
             assert len(left[-1]) % 8 == 0, (left, _log_of(path))
             seen["rounds"] += 1
-            log = audit.lines(path.with_name("audit.jsonl"))
+            log = audit.lines(path)
             admitted = [
                 line
                 for line in log
@@ -115,7 +115,7 @@ def main(folder: Path, kills: int) -> None:
                 truth.append(secure.encoded(plain.computed[name][-1], len(_NAMES)))
             total = secure.added([*words, np.frombuffer(left[-1], dtype=np.uint64)])
             seen["other_sums"] += not np.array_equal(total, secure.added(truth))
-    seen["lines"] = audit.head(path.with_name("audit.jsonl")).length
+    seen["lines"] = len(list(audit.lines(path)))
     sys.stdout.write(f"{json.dumps(seen)}\n")
 
 
