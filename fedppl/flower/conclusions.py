@@ -47,6 +47,7 @@ def conclude(node: Node, config: Mapping[str, Any], memory: Memory | None, parce
             if guard is not None:
                 summaries = _conclude(node, config, kept, parcel, guard)
     except Exception:
+        summaries = {}  # what is not kept does not leave
         logger.exception("client %s drew no posterior", name, extra={"client": name, "status": "failed"})
     return summaries, {"client_id": name}
 

@@ -184,7 +184,8 @@ def agree(node: Node, config: Mapping[str, Any], memory: Memory | None, texts: M
                 versions = functools.partial(data_versions, kept, name, rules=node.policy)
                 here = _agreements.Here(name, *files_of(node), kept, guard, versions)
                 arrays, answer = _agreements.add(node.model, load, texts, here)
-    except Exception:
+    except Exception:  # of the end of the block too: then nothing of it is kept
+        arrays, answer = {}, {"refused": _guard.REFUSED}
         _say_refused("client %s tells nothing", name)
     return arrays, {"client_id": name, "version": version("fedppl"), **answer}
 
@@ -209,17 +210,19 @@ def files_of(node: Node) -> tuple[Path, Path]:
 
 def join(node: Node, config: Mapping[str, Any], memory: Memory | None, texts: Mapping[str, str]) -> Parcel:
     """Answer with counts of rows and outcomes, under the masks of the cohort that the server names for a run."""
-    name, answer = node.client_id(config), {"refused": _guard.REFUSED}
+    name, refused = node.client_id(config), {"refused": _guard.REFUSED}
+    answer: Mapping[str, str] | None = None
     try:
         with account_of(node, config, memory) as (guard, kept):
             assert guard is not None  # `client_app` wants a folder beside secure=
-            answer = _joined(node, config, kept, texts, guard) or answer
+            answer = _joined(node, config, kept, texts, guard)
     except Exception as error:
+        answer = None
         _say_refused("client %s joins no cohort", name)
         if node.folder is not None:
             with suppress(Exception), account_of(node, config, memory) as (guard, _):
                 refuse(guard, {"event": "cohort"}, f"sums: {error}"[:200])
-    return {}, {"client_id": name, **answer}
+    return {}, {"client_id": name, **(answer or refused)}
 
 
 def _joined(
@@ -313,6 +316,7 @@ def answer_request(node: Node, config: Mapping[str, Any], memory: Memory | None,
         with account_of(node, config, memory) as (guard, kept):
             answered = _answered(node, config, kept, parcel, guard)
     except Exception:
+        answered = None  # what is not kept does not leave
         _say_refused("client %s refuses a request", client_id)
     refusal = Failure(client_id, int(nonce) if nonce.isdecimal() else 0, _guard.REFUSED)
     return answered or _wire.pack_reply(refusal)
@@ -440,6 +444,7 @@ def gate(node: Node, config: Mapping[str, Any], memory: Memory | None, parcel: P
             if guard is not None:
                 answered = _gated(node, config, kept, parcel, guard)
     except Exception:
+        answered = None
         _say_refused("client %s adds nothing to a gate", name)
     arrays, texts = answered or ({}, {"refused": _guard.REFUSED})
     return arrays, {"client_id": name, **texts}
