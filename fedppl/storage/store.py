@@ -28,7 +28,7 @@ _PATIENCE = 600.0  # seconds that a message waits for the one before it
 _LABEL = b"fedppl account 2\n"
 # What is known of runs lies in parts, by a digest of their names. The account's signature covers a digest of each part:
 # one part is read for a request, whatever the number of runs, and a row that was changed, put back or deleted is seen.
-PARTS, _WIDTH = 1024, 32  # the latter in bytes
+PARTS, _WIDTH = 256, 32  # the latter in bytes
 _TABLES = (
     "CREATE TABLE account (content TEXT NOT NULL, parts BLOB NOT NULL, signature BLOB NOT NULL)",
     "CREATE TABLE chain (line INTEGER PRIMARY KEY, record TEXT NOT NULL)",

@@ -827,9 +827,7 @@ def dies(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_site_that_died_over_a_request_answers_it_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_site_that_died_over_a_request_answers_it_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = site_of(tmp_path, OPEN)
     assert not refused(sent(site, ask(1)))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -884,6 +882,35 @@ def test_a_full_disk_answers_nothing_and_counts_nothing(tmp_path: Path, monkeypa
     monkeypatch.setattr(store.sqlite3, "connect", connect)
     assert not all(answered) and stored.ledger(tmp_path, "clinic 3").requests == 1 + sum(answered)
     assert audit.main([str(tmp_path)]) == 0
+
+
+def test_a_request_costs_the_same_after_a_million_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite's own instructions, which do not depend on the machine; neither chain nor account is read as a whole."""
+    connect, steps = store.sqlite3.connect, [0]
+
+    def counting(*given: Any, **named: Any) -> Any:
+        connection = connect(*given, **named)
+        connection.set_progress_handler(lambda: steps.append(steps.pop() + 1), 1)
+        return connection
+
+    def cost(number: int) -> int:
+        steps[0] = 0
+        assert not refused(sent(site, ask(number)))
+        return steps[0]
+
+    site = site_of(tmp_path, OPEN)
+    assert not refused(sent(site, ask(1)))
+    monkeypatch.setattr(store.sqlite3, "connect", counting)
+    before = cost(2)
+    monkeypatch.setattr(store.sqlite3, "connect", connect)
+    with store.changing(tmp_path) as here:
+        first = here.account[0].head.length + 1
+        numbers = "WITH RECURSIVE n(i) AS (SELECT ? UNION ALL SELECT i + 1 FROM n WHERE i < 1000000)"
+        here.connection.execute(f"{numbers} INSERT INTO chain SELECT i, 'x' FROM n", (first,))  # noqa: S608
+        here.account[0] = here.account[0]._replace(head=store.Head(10**6, "0" * 64))
+        store.append(here, {"event": "introduction"})
+    monkeypatch.setattr(store.sqlite3, "connect", counting)
+    assert 0 < cost(3) < 1.1 * before
 
 
 def test_another_process_that_holds_the_file_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,21 +291,11 @@ def test_a_site_that_fails_alone_away_from_the_prior_s_mean_is_looked_at_in_sums
     assert_allclose(gaussian.mean(found.posterior) / sd, gaussian.mean(here.posterior) / sd, rtol=0, atol=1e-6)
 
 
-def test_a_site_that_was_killed_before_it_answered_a_gate_has_the_same_part(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replace, made = signed.replace, []
-
-    def killed(path: Path, raw: bytes) -> None:
-        if path.name == "run.gate":
-            made.append(signed.unpack(raw, "it", "run.gate"))
-            raise SystemExit("killed")
-        replace(path, raw)
-
-    monkeypatch.setattr(signed, "replace", killed)
-    with pytest.raises(SystemExit):
+def test_a_site_that_was_killed_before_it_answered_a_gate_has_the_same_part(server: Server) -> None:
+    made: list[Any] = []
+    with stored.killed_while_keeping(".gate", made=made, how=SystemExit), pytest.raises(SystemExit):
         server.gate("site 0")
-    monkeypatch.setattr(signed, "replace", replace)
     part = server.gate("site 0")
     assert isinstance(part, secure.Part)
-    assert_array_equal(np.frombuffer(part.words, "<i8"), made[0]["arrays"][masks.WORDS])
+    kept = signed.unpack(made[0][1], "it", "run.gate")
+    assert_array_equal(np.frombuffer(part.words, "<i8"), kept["arrays"][masks.WORDS])

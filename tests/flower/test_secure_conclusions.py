@@ -433,8 +433,8 @@ def test_no_second_answer_about_another_q_and_no_masks_twice(ended: Any) -> None
     assert asked(base, "client 0", moved, texts) == {}
     assert asked(base, "client 0", arrays["client 0"], {**texts, "seed": "7"}) == {}
     assert refused_by(base, "client 0")[-2:] == ["conclusion", "conclusion"]
-    here, memory = site_of(base, "client 0")
-    assert conclusions.conclude(here, {}, memory, (arrays["client 0"], {**texts, "client_id": "client 1"}))[0] == {}
+    parcel = arrays["client 0"], {**texts, "client_id": "client 1"}
+    assert conclusions.conclude(site_of(base, "client 0"), {}, None, parcel)[0] == {}
     assert refused_by(base, "client 0")[-1] == "sums"
     assert asked(base, "client 0", arrays["client 0"], {**texts, "run": "another"}) == {}
     assert refused_by(base, "client 0")[-1] == "sums"
