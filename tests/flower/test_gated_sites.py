@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from fedppl.contracts import Failure, Request
 from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED
 from fedppl.flower import masks, wire
-from fedppl.flower.messages import ASK, GATE, GREET, JOIN, from_content, to_content
+from fedppl.flower.messages import ASK, CONCLUDE, GATE, GREET, JOIN, from_content, to_content
 from fedppl.numerics.streams import client_seed
-from fedppl.storage import signed
+from fedppl.storage import signed, store
 from fedppl.types import ConvergenceWarning
 from tests.engine.test_few_rows_in_sums import RULES, cohort
 from tests.flower.test_secure_sites import bits, identities
@@ -122,7 +123,7 @@ class Server:
         greetings = [
             masks.unpack_greeting(self.send(GREET, name, ({}, masks.ask(name, "run")))[1], name) for name in NAMES
         ]
-        texts = [masks.ask(name, "run") | masks.pack_cohort(greetings) for name in NAMES]
+        self.texts = texts = [masks.ask(name, "run") | masks.pack_cohort(greetings) for name in NAMES]
         parts = [self.send(JOIN, name, ({}, text))[1] for name, text in zip(NAMES, texts, strict=True)]
         self.counts = [masks.unpack_part(part, name) for name, part in zip(NAMES, parts, strict=True)]
 
@@ -299,3 +300,29 @@ def test_a_site_that_was_killed_before_it_answered_a_gate_has_the_same_part(serv
     assert isinstance(part, secure.Part)
     kept = signed.unpack(made[0][1], "it", "run.gate")
     assert_array_equal(np.frombuffer(part.words, "<i8"), kept["arrays"][masks.WORDS])
+
+
+def test_nothing_leaves_that_the_site_could_not_keep(server: Server) -> None:
+    """Neither what is new nor what was told before, where the end of the transaction fails."""
+    parts = server.gates()
+    (arrays, texts), (with_arrays, with_texts) = server.parcel("site 0"), masks.pack_gate(parts)
+    over = {"client_id": "site 0", "run": "run", "seed": "1", "status": "converged"}
+    sent = {
+        GATE: server.parcel("site 0", 2),
+        ASK: ({**arrays, **with_arrays}, {**texts, **with_texts}),
+        CONCLUDE: (server.message, over),
+        JOIN: ({}, server.texts[0]),
+    }
+    before = lines(server.folder, "site 0", "cohort"), lines(server.folder, "site 0", "request")
+
+    def full(_: store.Store) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "_write", full)
+        for kind, parcel in sent.items():
+            told = server.send(kind, "site 0", parcel)
+            assert not told[0] and (kind == CONCLUDE or REFUSED in told[1].values()), (kind, told)
+    assert (lines(server.folder, "site 0", "cohort"), lines(server.folder, "site 0", "request")) == before
+    assert isinstance(server.ask("site 0", parts), np.ndarray)
+    assert masks.unpack_part(server.send(JOIN, "site 0", sent[JOIN])[1], "site 0") == server.counts[0]
