@@ -16,8 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedppl.engine import account
-from fedppl.engine.guard import Ledger, Run
+from fedppl.engine.guard import Ledger, Run, in_store
 from fedppl.engine.policy import NO_RULES
 from fedppl.storage import store
 from fedppl.storage.signed import keep
@@ -42,7 +41,7 @@ def filled(folder: Path, requests: int, runs: int) -> None:
 def answered(folder: Path, run: str, number: int) -> None:
     """What the account does for one request."""
     with store.changing(folder) as here:
-        guard = account.in_store(NO_RULES, here, "site")
+        guard = in_store(NO_RULES, here, "site")
         assert number == 1 or guard.known("run", run) is not None
         ledger = guard.read()
         entry = {"run": run, "round": number, "client": "site", "refused": None}

@@ -23,12 +23,16 @@ from fedppl.engine.few_rows import refuse_model, refuse_points
 from fedppl.engine.policy import Holdings, Policy, Release
 from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.storage import codec as _digest
+from fedppl.storage import store as _store
 from fedppl.types import Array, DeclarationError, Layout, Message
 
 logger = logging.getLogger(__name__)
 
 REFUSED = "refused by its site; the reason is in the site's own log"  # all that a server learns, whatever the rule
 _FEW_LEFT_OUT = 0.5  # of the points: a search tries points along a line far beyond the step that it takes
+# Lines of what is refused or costs nothing. Beyond this number only those are written whose number is a power of 2: a
+# server may ask any number of times.
+_ALL_OF = 1000
 _OWN = ("inside",)  # arrays that the guard adds to a request
 _RUN, _AGREEMENT, _DECLARATION, _MEMBERS = "run", "agreement", "declaration", "members"  # kinds of what is counted
 
@@ -84,6 +88,42 @@ def in_memory(rules: Policy, client_id: str, cohort: Holdings | None = None, sum
     masked = cohort is not None
     rules = policy.resolved(rules, masked=masked)
     return Guard(rules, lambda: ledger[0], write, lambda *key: known.get(key), alike, masked, cohort, sums)
+
+
+def in_store(rules: Policy, store: _store.Store, name: str, *, masked: bool = False) -> Guard:
+    """A guard whose account lies in a site's file, under a client's own name."""
+
+    def read() -> Ledger:
+        return Ledger(*store.account[0].clients.get(name, ()))
+
+    def write(ledger: Ledger, entry: Mapping[str, Any], runs: Runs = NONE) -> None:
+        for (kind, run), answered in runs.items():
+            _store.put(store, name, kind, run, answered)
+        account, is_free = store.account[0], ledger == read() and _is_free(entry)
+        clients = {**account.clients, name: list(ledger)}
+        store.account[0] = account = account._replace(clients=clients, idle=account.idle + is_free)
+        if not entry or (is_free and account.idle > _ALL_OF and account.idle & (account.idle - 1)):
+            return
+        line = {"site": name or entry.get("client") or store.folder.name, **entry}
+        line |= {"refused_or_free": account.idle} if is_free else {}
+        _store.append(store, {**line, "requests": _store.requests(store)})
+        if entry.get("refused"):
+            logger.warning("client %s refuses (%s) by %s", line["site"], entry["event"], entry["refused"])
+
+    def known(kind: str, run: str) -> Run | None:
+        answered = _store.known(store, name, kind, run)
+        return None if answered is None else Run(*answered)
+
+    def alike(kind: str) -> list[Run]:
+        return [Run(*answered) for answered in _store.alike(store, name, kind)]
+
+    return Guard(policy.resolved(rules, masked=masked), read, write, known, alike, masked)
+
+
+def _is_free(entry: Mapping[str, Any]) -> bool:
+    """Whether a line is of what a server may ask any number of times; of nothing where there is no line."""
+    is_answer = entry.get("event") in ("request", "reply", "conclusion") and not entry.get("repeated")
+    return bool(entry) and (not is_answer or bool(entry.get("refused")))
 
 
 def note(guard: Guard, rule: str | None, **entry: Any) -> None:

@@ -19,11 +19,10 @@ import numpy as np
 
 from fedppl.contracts import AnyAlgorithm, Failure, Request
 from fedppl.data import frames
-from fedppl.engine import account as _account
 from fedppl.engine import few_rows_in_sums as in_sums
 from fedppl.engine import guard as _guard
 from fedppl.engine.answer import answer, require_fit, say_unused
-from fedppl.engine.policy import NO_RULES, Policy, refuse_sharing
+from fedppl.engine.policy import NO_RULES, Policy, refuse_sharing, refuse_version, version_of
 from fedppl.flower import masks as _masks
 from fedppl.flower import site_agreement as _agreements
 from fedppl.flower import wire as _wire
@@ -146,7 +145,7 @@ def account_of(
         return
     with _store.changing(node.folder) as store:
         masked = node.secure is not None
-        guard = _account.in_store(node.policy, store, node.client_id(config), masked=masked)
+        guard = _guard.in_store(node.policy, store, node.client_id(config), masked=masked)
         yield guard, _store.memory(store)
 
 
@@ -521,9 +520,9 @@ def data_versions(
     earlier = list(_signed.recalled(memory, name) or ())
     if any(codec.matches(version["seal"], columns) for version in earlier):
         return None, {}
-    cells = _account.version_of(columns, owner_key(make=True))
+    cells = version_of(columns, owner_key(make=True))
     before = [version["cells"] for version in earlier]
-    refused = _account.refuse_version(before, cells, rules.changed_rows)
+    refused = refuse_version(before, cells, rules.changed_rows)
     return refused, {name: pack([*earlier, {"seal": codec.seal(columns), "cells": cells}], name)}
 
 

@@ -79,8 +79,6 @@ def changing(folder: Path) -> Iterator[Store]:
     with _opened(folder / FILE, "IMMEDIATE") as store:
         try:
             yield store
-        except sqlite3.Error:
-            raise
         except Exception:
             _write(store)
             raise
@@ -128,51 +126,65 @@ def _opened(path: Path, how: str) -> Iterator[Store]:
     shown, status = repr(str(path)), os.lstat(path)
     if not stat.S_ISREG(status.st_mode) or (os.name == "posix" and status.st_mode & 0o077):
         raise DataError(f"{shown} is no plain file, or others may read it; put back what was there, with mode 600.")
-    try:
-        with closing(sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None)) as connection:
+    with closing(sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None)) as connection:
+        with _named(connection, shown):
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute(f"BEGIN {how}")
-            yield _read(connection, path.parent, shown)
+        yield _read(connection, path.parent, shown)
+
+
+@contextmanager
+def _named(connection: sqlite3.Connection, shown: str) -> Iterator[None]:
+    """Take all of the transaction back where SQLite fails; then what follows in it fails too."""
+    try:
+        yield
     except sqlite3.Error as error:
+        connection.rollback()
         if (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF == sqlite3.SQLITE_BUSY:
             rule = f"{shown} is held by another process of this site for more than {_PATIENCE:g} s"
             raise DataError(f"{rule}; end that one, or ask again when it is done.") from error
         raise DataError(f"{shown} cannot be used ({error}); free the disk, or put back what was there.") from error
 
 
+def execute(store: Store, sql: str, *given: Any) -> list[tuple[Any, ...]]:
+    """Run a statement of the transaction, unless it was taken back."""
+    if not store.connection.in_transaction:
+        raise DataError(f"{store.shown}: something of this message could not be written; free the disk.")
+    with _named(store.connection, store.shown):
+        return store.connection.execute(sql, given).fetchall()
+
+
 def _read(connection: sqlite3.Connection, folder: Path, shown: str) -> Store:
     """The account, where it is signed with the owner's key and the chain ends where it says."""
-    tables = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY rowid").fetchall()
-    rows = connection.execute("SELECT * FROM account").fetchmany(2) if tables == [(sql,) for sql in _TABLES] else []
-    if len(rows) != 1:
+    store = Store(connection, folder, shown, [Account()], bytearray(), {}, set())
+    tables = execute(store, "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY rowid")
+    rows = execute(store, "SELECT * FROM account LIMIT 2") if tables == [(sql,) for sql in _TABLES] else []
+    if [tuple(map(type, row)) for row in rows] != [(str, bytes, bytes)]:
         raise DataError(f"{shown} has other tables than those of this version of fedppl; put back what was there.")
     ((content, parts, signature),) = rows
-    if not hmac.compare_digest(bytes(signature), _signature(owner_key(make=False), content, bytes(parts))):
+    if not hmac.compare_digest(signature, _signature(owner_key(make=False), content, parts)):
         rule = f"{shown} has an account that is not signed with the key in {str(key_path())!r}: it or the key changed"
         raise DataError(f"{rule}. Put back what was there; moving the whole folder away grants every limit anew.")
     clients, head, idle, base, requests = json.loads(content)
     account = Account(clients, Head(*head), idle, Head(*base), requests)
-    last = connection.execute("SELECT line, record FROM chain ORDER BY line DESC LIMIT 1").fetchone()
-    link = tuple(account.base) if last is None else (_link(last[1]) or (0, "", ""))[::2]
-    if link != account.head or (last is not None and last[0] != account.head.length):
+    last = execute(store, "SELECT line, record FROM chain ORDER BY line DESC LIMIT 1")
+    ends = [(line, *(_link(record) or (0, "", ""))[::2]) for line, record in last] or [(account.base[0], *account.base)]
+    if ends != [(account.head.length, *account.head)]:
         rule = f"{shown} lacks line {account.head.length}, which was written, or has another after it"
         raise DataError(f"{rule}: the log was cut or replaced. Put back what was there.")
-    return Store(connection, folder, shown, [account], bytearray(parts), {}, set())
+    return store._replace(account=[account], parts=bytearray(parts))
 
 
 def _write(store: Store) -> None:
     """Write and sign the account with all that changed, and commit; on the disk when this returns."""
-    connection = store.connection
-    if not connection.in_transaction:  # SQLite has taken all back, as where the disk is full
-        raise DataError(f"{store.shown}: what this message changed could not be written; free the disk.")
     for part, key in store.changed:
-        connection.execute("INSERT OR REPLACE INTO runs VALUES (?, ?, ?)", (part, key, store.read[part][key]))
+        execute(store, "INSERT OR REPLACE INTO runs VALUES (?, ?, ?)", part, key, store.read[part][key])
     for part in {part for part, _ in store.changed}:
         store.parts[part * _WIDTH : (part + 1) * _WIDTH] = _sealed(store.read[part])
     content, parts = json.dumps(store.account[0]), bytes(store.parts)
     signature = _signature(owner_key(make=False), content, parts)
-    connection.execute("UPDATE account SET content = ?, parts = ?, signature = ?", (content, parts, signature))
-    connection.execute("COMMIT")
+    execute(store, "UPDATE account SET content = ?, parts = ?, signature = ?", content, parts, signature)
+    execute(store, "COMMIT")
 
 
 def _signature(key: bytes, content: str, parts: bytes) -> bytes:
@@ -210,7 +222,7 @@ def _part(client: str, kind: str, name: str) -> int:
 def rows(store: Store, part: int) -> dict[str, str]:
     """Contents of a part by key; DataError where they are not those that were written last."""
     if part not in store.read:
-        found = dict(store.connection.execute("SELECT key, content FROM runs WHERE part = ?", (part,)).fetchall())
+        found = dict(execute(store, "SELECT key, content FROM runs WHERE part = ?", part))
         if _sealed(found) != store.parts[part * _WIDTH : (part + 1) * _WIDTH]:
             raise DataError(f"{store.shown} has other rows on runs than were written. Put back what was there.")
         store.read[part] = found
@@ -218,18 +230,18 @@ def rows(store: Store, part: int) -> dict[str, str]:
 
 
 def _sealed(contents: Mapping[str, str]) -> bytes:
-    return hashlib.sha256(json.dumps(sorted(contents.items())).encode()).digest()
+    return hashlib.sha256("\n".join(sorted(map(repr, contents.items()))).encode()).digest()
 
 
 def memory(store: Store) -> Memory:
     """Bytes under names, which are written with the account."""
 
     def recall(name: str) -> bytes | None:
-        found = store.connection.execute("SELECT content FROM state WHERE name = ?", (name,)).fetchone()
-        return None if found is None else bytes(found[0])
+        found = execute(store, "SELECT content FROM state WHERE name = ?", name)
+        return found[0][0] if found and type(found[0][0]) is bytes else b"" if found else None
 
     def keep(name: str, raw: bytes) -> None:
-        store.connection.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", (name, raw))
+        execute(store, "INSERT OR REPLACE INTO state VALUES (?, ?)", name, raw)
 
     return Memory(recall, keep)
 
@@ -244,19 +256,20 @@ def append(store: Store, entry: Mapping[str, Any]) -> None:
     record = {"line": account.head.length + 1, "time": time, **entry, "before": account.head.digest}
     assert "digest" not in record
     record["digest"] = _digest(record)
-    store.connection.execute("INSERT INTO chain VALUES (?, ?)", (record["line"], json.dumps(record)))
+    execute(store, "INSERT INTO chain VALUES (?, ?)", record["line"], json.dumps(record))
     store.account[0] = account._replace(head=Head(record["line"], record["digest"]))
 
 
 def records(store: Store) -> Iterator[str]:
     """The lines as they stand there."""
-    return (record for (record,) in store.connection.execute("SELECT record FROM chain ORDER BY line"))
+    with _named(store.connection, store.shown):
+        yield from (record for (record,) in store.connection.execute("SELECT record FROM chain ORDER BY line"))
 
 
 def rotate(store: Store) -> None:
     """Take all lines out, which the caller has written elsewhere; the next line follows from the last of them."""
     account = store.account[0]
-    store.connection.execute("DELETE FROM chain")
+    execute(store, "DELETE FROM chain")
     store.account[0] = account._replace(base=account.head, requests=requests(store))
 
 

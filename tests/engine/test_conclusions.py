@@ -20,8 +20,7 @@ from flwr.app import Message as FlowerMessage
 import fedppl
 from fedppl import DeclarationError, FederatedModel, Policy
 from fedppl.contracts import Request
-from fedppl.engine import account as _account
-from fedppl.engine.guard import Ledger, Run, in_memory, let_out, tells
+from fedppl.engine.guard import Ledger, Run, in_memory, in_store, let_out, tells
 from fedppl.flower import conclusions
 from fedppl.flower import node as _node
 from fedppl.flower.conclusions import read_told
@@ -140,7 +139,7 @@ def test_nothing_is_told_of_a_run_that_was_not_answered_or_of_a_q_that_is_far(tm
     folder.mkdir()
     site = site._replace(policy=dataclasses.replace(TELLS, distance=1e-3), folder=folder)
     with store.changing(folder) as here:
-        guard = _account.in_store(site.policy, here, "client 0")
+        guard = in_store(site.policy, here, "client 0")
         guard.write(Ledger(requests=1), {"event": "request"}, {("run", run): Run(1, "")})
     assert not concluded(run, 100.0) and refusals(folder)[-1].startswith("distance: ")
 

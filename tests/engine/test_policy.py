@@ -18,10 +18,8 @@ import pytest
 import fedppl
 from fedppl import DeclarationError, FederatedModel, Policy, audit, gaussian, policy, privacy
 from fedppl.contracts import Asked, Disclosure, Failure, Reply, Request
-from fedppl.engine import account as _account
-from fedppl.engine.account import changed_rows, version_of
-from fedppl.engine.guard import REFUSED, Guard, admit, holdings, in_memory, numbers, released, summed, tally
-from fedppl.engine.policy import NO_RULES, Holdings
+from fedppl.engine.guard import REFUSED, Guard, admit, holdings, in_memory, in_store, numbers, released, summed, tally
+from fedppl.engine.policy import NO_RULES, Holdings, changed_rows, version_of
 from fedppl.flower import conclusions as _conclusions
 from fedppl.flower import node as _node
 from fedppl.flower import wire as _wire
@@ -727,7 +725,7 @@ def test_the_same_request_again_gets_the_same_answer_and_costs_nothing(tmp_path:
 
 
 def test_a_server_that_asks_without_end_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_account, "_ALL_OF", 4)
+    monkeypatch.setattr("fedppl.engine.guard._ALL_OF", 4)
     site = site_of(tmp_path, opened(requests=1))
     assert not refused(sent(site, ask(1)))
     kept, runs = stored.names(tmp_path), stored.execute(tmp_path, "SELECT * FROM runs")
@@ -979,6 +977,10 @@ SPOILT: dict[str, Callable[[Path], Any]] = {
     "no number": _set("UPDATE account SET content = replace(content, '[1, ', '[NaN, ')"),
     "count edited": _set("UPDATE account SET content = replace(content, '[1, ', '[0, ')"),
     "not signed": _set("UPDATE account SET signature = x''"),
+    "a number as the signature": _set("UPDATE account SET signature = 1099511627776"),
+    "bytes as the account": _set("UPDATE account SET content = CAST(content AS BLOB)"),
+    "bytes as a run": _set("UPDATE runs SET content = CAST(content AS BLOB)"),
+    "no UTF-8": _set("UPDATE runs SET content = CAST(x'ff' AS TEXT)"),
     "row of a run deleted": _set("DELETE FROM runs"),
     "row of a run edited": _set("UPDATE runs SET content = replace(content, '[1, ', '[0, ')"),
     "older row of a run": _older,
@@ -1003,7 +1005,7 @@ def test_without_its_account_a_site_answers_nothing(tmp_path: Path, spoil: Any) 
     spoil(tmp_path)
     assert refused(sent(site, ask(3)))
     with pytest.raises(DataError, match="put back|[Ff]inish|Put back"), store.changing(tmp_path) as here:
-        _account.in_store(OPEN, here, "clinic 3").known("run", "r")
+        in_store(OPEN, here, "clinic 3").known("run", "r")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ pytest.importorskip("flwr")
 
 import fedppl
 from fedppl import DataError, DeclarationError, Policy, audit
-from fedppl.engine import account as _account
-from fedppl.engine.guard import REFUSED
+from fedppl.engine.guard import REFUSED, in_store
 from fedppl.engine.policy import NO_RULES
 from fedppl.flower import wire
 from fedppl.flower.client_app import _context_memory as in_node
@@ -396,7 +395,7 @@ def taken(folder: Path, found: Agreement | str, rules: Policy = OPEN, rows: Any 
     """The digest that a site keeps."""
     text = found if isinstance(found, str) else wire.pack_agreement(found)
     with store.changing(folder) as here:
-        guard = _account.in_store(rules, here, "north")
+        guard = in_store(rules, here, "north")
         accept(MODEL, lambda: rows or DATA["north"], "north", {"agreement": text}, store.memory(here), guard)
         return declared(MODEL, store.memory(here), "north")[1]
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from fedppl import audit
-from fedppl.engine import account
-from fedppl.engine.guard import Ledger, Run
+from fedppl.engine.guard import Ledger, Run, in_store
 from fedppl.engine.policy import NO_RULES
 from fedppl.storage import store
 from fedppl.storage.signed import Memory
@@ -26,13 +25,13 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 def ledger(folder: Path, name: str) -> Ledger:
     """The account of a client."""
     with store.reading(folder) as here:
-        return account.in_store(NO_RULES, here, name).read()
+        return in_store(NO_RULES, here, name).read()
 
 
 def run(folder: Path, name: str, run: str) -> Run | None:
     """What is known of a client's run."""
     with store.reading(folder) as here:
-        return account.in_store(NO_RULES, here, name).known("run", run)
+        return in_store(NO_RULES, here, name).known("run", run)
 
 
 def names(folder: Path) -> list[str]:
