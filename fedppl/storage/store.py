@@ -80,7 +80,8 @@ def changing(folder: Path) -> Iterator[Store]:
         try:
             yield store
         except Exception:
-            _write(store)
+            if store.connection.in_transaction:
+                _write(store)
             raise
         _write(store)
 
