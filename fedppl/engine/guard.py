@@ -377,7 +377,7 @@ def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Re
     rule = rule or checked(guard, ledger, concluding, client, as_asked)[0]
     rule = rule or _elsewhere(guard, ledger, client, request)
     ledger = _after_refusal(ledger, rule) if rule else _charged(ledger)
-    entry = {"event": "request", "run": request.run, "client": request.client_id, "asked": list(names)}
+    entry: dict[str, Any] = {"event": "request", "run": request.run, "client": request.client_id, "asked": list(names)}
     return names if _written(guard, ledger, rule, **entry) else ()
 
 
@@ -436,7 +436,7 @@ def may_tell(guard: Guard, name: str, client_id: str, columns: Mapping[str, int]
     """Count a client's first summary of columns (name to count of numbers), and log it; False where a rule refuses."""
     ledger, request = guard.read(), Request(client_id, 0, 1, (), {}, name)
     rule = _too_many(guard.policy, ledger) or not_approved(guard.policy, request)
-    entry = {"event": "request", "run": name, "client": client_id, "asked": dict(columns)}
+    entry: dict[str, Any] = {"event": "request", "run": name, "client": client_id, "asked": dict(columns)}
     admitted = _written(guard, ledger if rule else _charged(ledger), rule, **entry)
     return admitted and released(guard, None, request, Reply(client_id, 0, "", arrays, {}))
 
@@ -455,7 +455,7 @@ def admit_agreement(guard: Guard, digest: str, client_id: str) -> bool:
         unknown = ledger.unknown + (guard.policy.epsilon is None)  # under a total nothing is looked at
         ledger = ledger._replace(requests=ledger.requests + 1, unknown=unknown)
     after = {(_AGREEMENT, digest): Run(1, digest, concluded=True)}
-    entry = {"event": "request", "run": f"{_AGREEMENT} {digest}", "client": client_id, "asked": {}}
+    entry: dict[str, Any] = {"event": "request", "run": f"{_AGREEMENT} {digest}", "client": client_id, "asked": {}}
     return _written(guard, ledger, rule, after, **entry)
 
 
@@ -475,7 +475,7 @@ def admit_cohort(guard: Guard, run: str, names: Sequence[str], digest: str) -> b
     the declaration: so different sets are counted over all runs.
     """
     ledger, known = guard.read(), _run_of(guard, run)
-    entry = {"event": "cohort", "run": run, "members": list(names)}
+    entry: dict[str, Any] = {"event": "cohort", "run": run, "members": list(names)}
     if known.cohort:
         other = "cohort: another one than that with which this run began; begin a new run"
         return known.cohort == digest or _written(guard, ledger, other, **entry)
