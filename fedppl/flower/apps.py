@@ -32,7 +32,7 @@ from fedppl.sites.conclusions import answer
 from fedppl.sites.engine import LostSites, Sites, SitesSettings, checked
 from fedppl.sites.node import Node
 from fedppl.sites.site_agreement import waits
-from fedppl.storage.signed import Memory, file_memory
+from fedppl.storage.signed import Memory
 from fedppl.types import DeclarationError
 
 logger = logging.getLogger(__name__)
@@ -76,11 +76,11 @@ def client_app(
         The kind of this site where the declaration has several builders, or a function from the node config to it; by
         default as the declaration tells kinds.
     folder
-        Folder of this site's files: its audit log and its account of all that it has released (``audit.jsonl``,
-        ``ledger.json``), its personal state, a salted digest of its data (other data are refused in a run that has
-        begun), its last answer, and, when the run is over, its own posterior (a NetCDF file named after the client). A
-        path, or a function from the node config to one. Limits count over all runs in it: deleting the files grants
-        them anew. None requires ``policy=fedppl.policy.NO_RULES``; then nothing is logged or counted.
+        Folder of this site: ``site.sqlite`` has its account of all that it has released and its audit log, its personal
+        state, a salted digest of its data (other data are refused in a run that has begun) and its last answer; when a
+        run is over, its own posterior is beside it (a NetCDF file named after the client). A path, or a function from
+        the node config to one. Limits count over all runs in it: deleting the file grants them anew. None requires
+        ``policy=fedppl.policy.NO_RULES``; then nothing is logged or counted.
     policy
         Policy of this site: a `fedppl.Policy`, the path of a TOML file with one, or a function from the node config
         to either. By default ``fedppl.Policy()``, which wants sums.
@@ -128,7 +128,7 @@ def client_app(
 
     def reply(message: FlowerMessage, context: Context) -> FlowerMessage:
         here = node(context.node_config)
-        memory = file_memory(here.folder) if here.folder else _context_memory(context)
+        memory = None if here.folder else _context_memory(context)
         parcel = answer(message.metadata.message_type, here, context.node_config, memory, read_message(message))
         return FlowerMessage(to_content(*parcel), reply_to=message)
 
