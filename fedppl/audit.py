@@ -1,18 +1,24 @@
 """A site's audit log, lines of JSON in its file, each with the digest of the one before.
 
-``python -m fedppl.audit FOLDER`` checks the chain from its first line to the last, and the account beside it.
+``python -m fedppl.audit FOLDER`` checks the chain from its first line to the last, and the account beside it, and with
+``--crate OUT`` writes an RO-Crate: the lines, and in JSON-LD what left in which run, by which rules, and who approved.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import hashlib
+import io
 import itertools
+import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from fedppl.storage import store as _store
 from fedppl.storage.signed import open_to_write, reason, write_through
@@ -131,6 +137,122 @@ def _check(lines: Iterator[Mapping[str, Any]], store: _store.Store | None) -> No
     print(f"last digest: {digest or Head().digest}")
 
 
+# RO-Crate 1.2, a research object's folder of files and what is said of them in JSON-LD (w3id.org/ro/crate/1.2) -----
+
+_LINES, _METADATA, _CRATE = "audit.jsonl", "ro-crate-metadata.json", "https://w3id.org/ro/crate/1.2"
+_INSTRUMENTS = {"algorithm": "SoftwareApplication", "fedppl": "SoftwareApplication", "declaration": "CreativeWork"}
+
+
+def crate(raw: bytes) -> dict[str, Any]:
+    """The metadata of an RO-Crate with these lines: a `CreateAction` for each site and run, and what they name.
+
+    Raises `DataError` where a line does not follow from the one before.
+    """
+    records = raw.decode(errors="surrogateescape").removesuffix("\n").split("\n") if raw else []
+    log = list(_store.followed(records, _store.before(records[0]), "the log")) if records else []
+    graph: dict[str, dict[str, Any]] = {}
+    introduced: dict[str, Mapping[str, Any]] = {}  # the last introduction of each site
+    runs: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    about: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for line in log:
+        site = str(line.get("site", ""))
+        introduced |= {site: line} if line.get("event") == "introduction" else {}
+        if line.get("run"):
+            runs.setdefault((site, str(line["run"])), []).append(line)
+            about[site, str(line["run"])] = introduced.get(site, {})
+    actions = [_action(graph, key, runs[key], about[key]) for key in runs]
+    use = "It tells which requests were made and what was let out, by numbers of values, and holds none of these."
+    root = {
+        "name": "Audit log of " + (", ".join(sorted({site for site, _ in runs})) or "a site without runs"),
+        "description": f"What left the site in {len(runs)} runs, from a log of {len(log)} lines, each with the digest "
+        f"of the one before; the last is {log[-1]['digest'] if log else Head().digest}.",
+        "datePublished": log[-1]["time"] if log else "1970-01-01",
+        "license": _named(graph, "license", "CreativeWork", "for the site's own use", description=use),
+        "hasPart": [{"@id": _LINES}],
+        "mentions": actions,
+    }
+    lines = {"name": "The log's lines", "encodingFormat": "application/jsonl", "contentSize": str(len(raw))}
+    entities = [
+        {"@id": _METADATA, "@type": "CreativeWork", "conformsTo": {"@id": _CRATE}, "about": {"@id": "./"}},
+        {"@id": "./", "@type": "Dataset", **root},
+        {"@id": _LINES, "@type": "File", **lines, "sha256": hashlib.sha256(raw).hexdigest()},
+    ]
+    return {"@context": f"{_CRATE}/context", "@graph": [*entities, *graph.values()]}
+
+
+def _named(graph: dict[str, dict[str, Any]], kind: str, type_: str, name: str, **more: Any) -> dict[str, str]:
+    """A reference to an entity, which is added to the graph."""
+    place = f"#{kind}-{quote(name, safe='')}"
+    graph.setdefault(place, {"@id": place, "@type": type_, "name": name, **more})
+    return {"@id": place}
+
+
+def _action(
+    graph: dict[str, dict[str, Any]],
+    key: tuple[str, str],
+    lines: list[Mapping[str, Any]],
+    introduced: Mapping[str, Any],
+) -> dict[str, str]:
+    """A site's part in a run: what it let out, by which rules, and who approved it."""
+    site, run = key
+    refused = [line for line in lines if line.get("refused")]
+    asked = sum(line["event"] == "request" for line in lines)
+    counts, values = collections.Counter[str](), dict[str, Any]()
+    for line in lines:
+        counts.update(line.get("released", {}))
+        values |= {name: line[name] for name in ("epsilon", "delta") if line.get(name) is not None}
+    released = [
+        _named(graph, f"released-{quote(site, safe='')}-{quote(run, safe='')}", "PropertyValue", name, value=value)
+        for name, value in [*sorted(counts.items()), *values.items()]
+    ]
+    members = sorted({str(member) for line in lines for member in line.get("members", ())} - {site})
+    approvers = sorted({str(line["approved"]) for line in lines if line.get("approved")})
+    used = [
+        _named(graph, kind, type_, str(introduced[kind]))
+        for kind, type_ in _INSTRUMENTS.items()
+        if introduced.get(kind)
+    ]
+    if rules := introduced.get("rules"):
+        used.append(_named(graph, "policy", "CreativeWork", str(rules)))
+    status = "Failed" if refused and not counts else "Completed"
+    more: dict[str, Any] = {
+        "agent": _named(graph, "site", "Organization", site),
+        "startTime": lines[0]["time"],
+        "endTime": lines[-1]["time"],
+        "actionStatus": f"http://schema.org/{status}ActionStatus",
+        "description": f"{asked} requests, {len(refused)} messages refused; numbers released by name in result",
+        "instrument": used,
+        "result": released,
+        "participant": [_named(graph, "site", "Organization", name) for name in members]
+        + [_named(graph, "approver", "Person", name, description="approved the run") for name in approvers],
+        "error": sorted({str(line["refused"]) for line in refused}),
+        "subjectOf": {"@id": _LINES},
+    }
+    kept = {name: value for name, value in more.items() if value != []}
+    return _named(graph, f"run-{quote(site, safe='')}", "CreateAction", run, **kept)
+
+
+def _write_crate(raw: bytes, target: Path) -> None:
+    """Write a new folder, or a new archive where the name ends in .zip, which nobody else may read."""
+    files = {_LINES: raw, _METADATA: json.dumps(crate(raw), indent=1, allow_nan=False).encode()}
+    if target.suffix != ".zip":
+        target.mkdir(mode=0o700)
+        for name, content in files.items():
+            with open_to_write(target / name, os.O_EXCL) as file:
+                write_through(file, content)
+        return
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    with open_to_write(target, os.O_EXCL) as file:
+        write_through(file, whole.getvalue())
+
+
+def _raw(records: Iterable[str]) -> bytes:
+    return b"".join(record.encode() + b"\n" for record in records)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Check a log and print a summary; 0 where it holds, 1 where it is broken."""
     parser = argparse.ArgumentParser(prog="python -m fedppl.audit", description="Check a site's audit log and account.")
@@ -138,17 +260,22 @@ def main(argv: list[str] | None = None) -> int:
     also = parser.add_mutually_exclusive_group()
     also.add_argument("--export", type=Path, metavar="FILE", help="write the lines to a new file too")
     also.add_argument("--rotate", type=Path, metavar="FILE", help="move the lines to a new file; the chain goes on")
+    also.add_argument("--crate", type=Path, metavar="OUT", help="write an RO-Crate to a new folder, or a new .zip")
     given = parser.parse_args(argv)
     try:
         if given.rotate:
             _rotate(given.path, given.rotate)
         elif given.path.is_file():
             _check(lines(given.path), None)
+            if given.crate:
+                _write_crate(given.path.read_bytes(), given.crate)
         else:
             with _store.reading(given.path) as store:
                 _check(_of_store(store), store)
                 if given.export:
                     _written(store, given.export)
+                if given.crate:
+                    _write_crate(_raw(_store.records(store)), given.crate)
     except DeclarationError as error:  # of the path or the key, which says nothing about the log
         print(f"not checked: {error}", file=sys.stderr)
         return 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -149,6 +151,9 @@ def note(guard: Guard, rule: str | None, **entry: Any) -> None:
 
 def _written(guard: Guard, ledger: Ledger, rule: str | None, runs: Runs = NONE, **entry: Any) -> bool:
     """Write the ledger, a line for the log, and runs where no rule refuses; whether none does."""
+    if rule is None and entry["event"] in ("request", "cohort"):
+        with contextlib.suppress(OSError, ValueError):  # of a question that needs no approval
+            entry |= {"approved": by} if (by := _approvals(guard.policy).get(entry["run"])) else {}
     guard.write(ledger, {**entry, "refused": rule}, runs if rule is None else NONE)
     return rule is None
 
@@ -172,7 +177,7 @@ def admit_algorithm(guard: Guard, algorithm: AnyAlgorithm, client: Any) -> None:
     if rule is None and (refused := policy.refuse_algorithm(guard.policy, algorithm)):
         rule = public = refused
     if rule is not None:
-        note(guard, rule, **_introduction(client))
+        note(guard, rule, **_introduction(guard, algorithm, client))
         raise DeclarationError(public)
 
 
@@ -184,7 +189,7 @@ def refuse_data(
     if rule is None and guard.sums is not None and guard.cohort is not None:  # in one process it is known beforehand
         nowhere = Asked(np.zeros((0, client.layout.size)), np.zeros((0, client.layout.size)))
         rule, _ = in_sums.refuse_points(guard.policy, client, nowhere, np.zeros(0), guard.cohort, guard.sums)
-    note(guard, rule, **_introduction(client))
+    note(guard, rule, **_introduction(guard, algorithm, client))
     return rule
 
 
@@ -199,8 +204,11 @@ def _of_data(guard: Guard, algorithm: AnyAlgorithm, client: Any) -> str | None:
     return rule or refuse_model(guard.policy, client, by_row, alone=alone)
 
 
-def _introduction(client: Any) -> dict[str, Any]:
-    return {"event": "introduction", "fingerprint": client.layout.fingerprint, "declaration": client.declaration}
+def _introduction(guard: Guard, algorithm: AnyAlgorithm, client: Any) -> dict[str, Any]:
+    """A line of the log that says what is going to answer, and by which rules."""
+    known = {"fingerprint": client.layout.fingerprint, "declaration": client.declaration}
+    about = {"algorithm": algorithm.name, "fedppl": f"fedppl {version('fedppl')}", "rules": policy.told(guard.policy)}
+    return {"event": "introduction", **known, **about}
 
 
 def replayed(guard: Guard, request: Request) -> bool:
@@ -308,17 +316,24 @@ def not_approved(rules: Policy, request: Request) -> str | None:
     """The rule that a run breaks which the approval file does not name, or None."""
     if rules.approval is None or callable(rules.approval):
         return None
-    path = Path(rules.approval)
-    where = repr(str(path))
+    where = repr(str(rules.approval))
     try:
-        runs = {line.strip() for line in path.read_text(encoding="utf-8").splitlines()}
+        runs = _approvals(rules)
     except FileNotFoundError:
-        runs, where = set(), f"{where}, which is not there"
+        runs, where = {}, f"{where}, which is not there"
     except (OSError, ValueError) as error:  # no text, or a null character in the path
         return f"approval: its file cannot be read ({type(error).__name__})"
     if request.run and request.run in runs:
         return None
     return f"approval: nobody has approved run {request.run!r}; who does adds that name as a line to {where}"
+
+
+def _approvals(rules: Policy) -> dict[str, str]:
+    """Runs that the approval file names, and what stands there after a "#": by whom, and when."""
+    if rules.approval is None or callable(rules.approval):
+        return {}
+    lines = Path(rules.approval).read_text(encoding="utf-8").splitlines()
+    return {name.strip(): by.strip() for name, _, by in (line.partition(" #") for line in lines)}
 
 
 def released(guard: Guard, noise: float | None, request: Request, reply: Reply | Failure) -> bool:

@@ -151,7 +151,8 @@ class Policy:
         δ of that total.
     approval
         None; or a function of a `Release` that returns True where it may leave; or the path of a text file with a line
-        for every run that may be answered: its name, as the audit log has it.
+        for every run that may be answered: its name, as the audit log has it, and after a space and a ``#``
+        what the log keeps of who approved it.
 
     Raises
     ------
@@ -304,6 +305,18 @@ def read(path: str | os.PathLike[str]) -> Policy:
     except DeclarationError as error:
         message = str(error).replace("True or False", "true or false, as TOML has them")
         raise DeclarationError(f"policy {shown}: {message}") from None
+
+
+def told(policy: Policy) -> str:
+    """The rules that are not those of `Policy()`, for a site's own log.
+
+    >>> told(Policy(rows=300, distance=np.inf))
+    'rows = 300, distance = inf; else the default'
+    """
+    given = [(field.name, getattr(policy, field.name)) for field in fields(Policy)]
+    others = [(name, value) for name, value in given if value != getattr(Policy(), name)]
+    words = [f"{name} = {'a function' if callable(value) else value}" for name, value in others]
+    return "; ".join([*([", ".join(words)] if words else []), "else the default"])
 
 
 def resolved(policy: Policy, *, masked: bool) -> Policy:

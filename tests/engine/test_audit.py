@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import subprocess
 import sys
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,3 +127,86 @@ def test_epsilon_is_that_of_each_clients_last_reply(tmp_path: Path, capsys: pyte
     assert audit.main([str(written(tmp_path, *replies, {"event": "conclusion", "site": "a"}))]) == 0
     told = capsys.readouterr().out
     assert "of a: 2 " in told and "of b: 0.5 " in told
+
+
+# The log as an RO-Crate -----------------------------------------------------------------------------------------------
+
+
+def entities(crate: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is described, by its id, which no other has."""
+    found = {one["@id"]: one for one in crate["@graph"]}
+    assert len(found) == len(crate["@graph"])
+    return found
+
+
+def references(value: object) -> Iterator[str]:
+    """All ids that something refers to."""
+    if isinstance(value, dict) and set(value) == {"@id"}:
+        yield str(value["@id"])
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from references(one)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """The folder of a site that took part in one run, was asked in a second, and introduced itself to a third."""
+    begun = {"event": "introduction", "site": "north", "algorithm": "Sums", "fedppl": "fedppl 0.1"}
+    answer = {"site": "north", "run": "a", "round": 1}
+    return written(
+        tmp_path / "site",
+        {**begun, "declaration": "d1", "rules": "rows = 300; else the default"},
+        {"event": "cohort", "site": "north", "run": "a", "members": ["north", "the west/2"], "approved": "A. Meyer"},
+        {**answer, "event": "request"},
+        {**answer, "event": "reply", "released": {"mean": 2}, "epsilon": 0.5, "delta": 1e-5},
+        {**answer, "event": "reply", "released": {"mean": 2, "precision": 3}},
+        {"event": "request", "site": "north", "run": "b", "refused": "approval: nobody has approved run 'b'"},
+        {**begun, "declaration": "d2"},
+    )
+
+
+@pytest.mark.parametrize("target", ["crate", "crate.zip"])
+@pytest.mark.parametrize("source", ["folder", "lines"])
+def test_a_crate_says_of_each_run_what_left_and_who_approved(runs: Path, target: str, source: str) -> None:
+    exported, out = runs.parent / "log.jsonl", runs.parent / target
+    assert audit.main([str(runs), "--export", str(exported)]) == 0
+    assert audit.main([str(runs if source == "folder" else exported), "--crate", str(out)]) == 0
+    assert (out.stat().st_mode & 0o077) == 0
+    if target == "crate.zip":
+        with zipfile.ZipFile(out) as archive:
+            archive.extractall(out := runs.parent / "unpacked")
+    lines, crate = (out / "audit.jsonl").read_bytes(), json.loads((out / "ro-crate-metadata.json").read_bytes())
+    assert lines == exported.read_bytes() and crate["@context"] == "https://w3id.org/ro/crate/1.2/context"
+    known = entities(crate)
+    missing = {name for name in references(crate["@graph"]) if name not in known and not name.startswith("https://")}
+    assert not missing
+    assert known["ro-crate-metadata.json"]["about"] == {"@id": "./"}
+    assert {"name", "description", "datePublished", "license", "hasPart"} <= set(known["./"])
+    assert known["audit.jsonl"]["sha256"] == hashlib.sha256(lines).hexdigest()
+    assert known["audit.jsonl"]["contentSize"] == str(len(lines))
+    log = stored.lines(runs)
+    assert log[-1]["digest"] in known["./"]["description"]
+    first, second = (known[one["@id"]] for one in known["./"]["mentions"])
+
+    def names(action: dict[str, Any], field: str) -> list[str]:
+        return [known[one["@id"]]["name"] for one in action[field]]
+
+    assert known[first["agent"]["@id"]]["name"] == "north"
+    assert (first["startTime"], first["endTime"]) == (log[1]["time"], log[4]["time"])
+    assert first["actionStatus"].endswith("CompletedActionStatus") and "error" not in first
+    assert names(first, "instrument") == ["Sums", "fedppl 0.1", "d1", "rows = 300; else the default"]
+    assert names(first, "participant") == ["the west/2", "A. Meyer"]
+    released = {known[one["@id"]]["name"]: known[one["@id"]]["value"] for one in first["result"]}
+    assert released == {"mean": 4, "precision": 3, "epsilon": 0.5, "delta": 1e-5}
+    assert second["actionStatus"].endswith("FailedActionStatus") and "approval" in second["error"][0]
+    assert "result" not in second
+
+
+def test_no_crate_is_written_of_a_log_that_was_changed_or_over_another(runs: Path) -> None:
+    path = runs.parent / "log.jsonl"
+    assert audit.main([str(runs), "--export", str(path)]) == 0
+    assert audit.main([str(path), "--crate", str(path)]) == 1
+    raw = path.read_bytes()
+    with pytest.raises(DataError, match="broken at line 2"):
+        audit.crate(raw.replace(b"A. Meyer", b"B. Meyer"))
+    assert not [one for one in entities(audit.crate(b"")).values() if one["@type"] == "CreateAction"]

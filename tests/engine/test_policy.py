@@ -18,7 +18,19 @@ import pytest
 import fedppl
 from fedppl import DeclarationError, FederatedModel, Policy, audit, gaussian, policy, privacy
 from fedppl.contracts import Asked, Disclosure, Failure, Reply, Request
-from fedppl.engine.guard import REFUSED, Guard, admit, holdings, in_memory, in_store, numbers, released, summed, tally
+from fedppl.engine.guard import (
+    REFUSED,
+    Guard,
+    admit,
+    holdings,
+    in_memory,
+    in_store,
+    numbers,
+    refuse_data,
+    released,
+    summed,
+    tally,
+)
 from fedppl.engine.policy import NO_RULES, Holdings, changed_rows, version_of
 from fedppl.gaussian import Gaussian
 from fedppl.sites import conclusions as _conclusions
@@ -548,6 +560,20 @@ def test_a_person_approves_runs_in_a_file(tmp_path: Path) -> None:
     assert admitted(guard, ask())
     assert not admitted(guard, ask(run="third"))
     assert guard.read().requests == 1
+
+
+def test_the_log_says_who_approved_a_run_and_by_which_rules_it_is_answered(tmp_path: Path) -> None:
+    path = tmp_path / "runs.txt"
+    path.write_text("# read on Mondays\nr # A. Meyer, 1 December\n")
+    rules = opened(approval=path)
+    assert not refused(sent(site_of(tmp_path / "site", rules), ask(1)))
+    (request,) = [line for line in log_of(tmp_path / "site") if line["event"] == "request"]
+    assert request["approved"] == "A. Meyer, 1 December"
+    with store.changing(tmp_path / "site") as here:
+        refuse_data(in_store(rules, here, "clinic 3"), CLIENT, fedppl.EP())
+    told = log_of(tmp_path / "site")[-1]
+    assert (told["event"], told["algorithm"]) == ("introduction", fedppl.EP().name)
+    assert f"approval = {path}" in told["rules"] and "distance = " not in policy.told(Policy(distance=10.0))
 
 
 def test_a_function_sees_a_release_before_it_leaves() -> None:

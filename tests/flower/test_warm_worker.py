@@ -158,8 +158,10 @@ def test_a_wrong_key_and_garbage_are_refused_and_the_worker_lives(place: Place) 
         with pytest.raises(EOFError):
             connection.recv_bytes()
     assert _lives(door.pid)
-    modes = [path.stat().st_mode & 0o777 for path in (folder, folder / "key", Path(door.address).parent)]
-    assert modes == [0o700, 0o600, 0o700]
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir(), Path(door.address).parent)}
+    assert modes.pop("start.lock") & 0o022 == 0  # it is empty
+    assert {name for name, mode in modes.items() if mode == 0o600} == {"key", "log"}
+    assert {mode for name, mode in modes.items() if name not in ("key", "log")} == {0o700}
 
 
 def test_it_ends_when_idle_and_when_its_key_is_gone(place: Place) -> None:
