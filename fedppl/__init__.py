@@ -32,17 +32,19 @@ if TYPE_CHECKING:
     from fedppl.run.conflicts import conflict
     from fedppl.run.one_round import Round
     from fedppl.run.refits import calibrate, without
+    from fedppl.sites.files import Files, Waiting
+    from fedppl.sites.node import Site
     from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status
 
 __version__ = "0.1.0"
 
 __all__ = [
     "EP", "HM1", "Algorithm", "Confidence", "ConvergenceWarning", "DataError", "DeclarationError",
-    "FederatedModel", "Fit", "HM1Gradient", "InProcess", "NotConvergedError", "Policy", "Prior", "PrivateEP",
-    "Round", "Status", "Sums", "agree", "averaging", "calibrate", "compare", "conflict", "contrast", "covariance",
-    "curves", "data", "fit", "formula", "hypotheses", "load", "local", "loo", "loo_compare", "marginal_effects",
-    "metrics", "one_shot", "plots", "policy", "privacy", "reliability", "rounds", "search", "sources", "summaries",
-    "table", "warm_up", "without",
+    "FederatedModel", "Files", "Fit", "HM1Gradient", "InProcess", "NotConvergedError", "Policy", "Prior", "PrivateEP",
+    "Round", "Site", "Status", "Sums", "Waiting", "agree", "averaging", "calibrate", "compare", "conflict", "contrast",
+    "covariance", "curves", "data", "fit", "formula", "hypotheses", "load", "local", "loo", "loo_compare",
+    "marginal_effects", "metrics", "one_shot", "plots", "policy", "privacy", "reliability", "rounds", "search",
+    "sources", "summaries", "table", "warm_up", "without",
 ]  # fmt: skip
 
 
@@ -91,6 +93,8 @@ _NAMES = {
         "run.conflicts": "conflict",
         "run.one_round": "Round",
         "run.refits": "calibrate without",
+        "sites.files": "Files Waiting",
+        "sites.node": "Site",
         "types": "ConvergenceWarning DataError DeclarationError NotConvergedError Status",
     }.items()
     for name in names.split()
