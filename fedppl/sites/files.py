@@ -577,9 +577,9 @@ def _answer(here: Node, config: Mapping[str, Any], parties: _Parties, raw: bytes
         number, last, before = recalled(memory, name) or (0, "", b"")
     if digest == last:
         return bytes(before)
-    if header.number <= number:
+    if header.number < number:  # one that the server has written anew has the same number, and the node's rules
         rule = f"its number is {header.number}, and number {number} of run {header.run!r} is answered already"
-        raise DeclarationError(f"{rule}: it is an older one, or was changed; carry the latest from the server.")
+        raise DeclarationError(f"{rule}: it is an older one; carry the latest from the server.")
     try:
         parcel = parcel_of(content)
     except Malformed:
@@ -601,16 +601,25 @@ def watch(
     positive("poll", poll, "it is in seconds")
     if not folder.is_dir():
         raise DeclarationError(f"folder {str(folder)!r} is none; give the folder that bundles come into.")
-    refused: dict[Path, int] = {}  # bundles, and their times of change
+    done: dict[Path, int] = {}  # bundles that are answered or refused, and their times of change
     while stop is None or not stop():
         for path in sorted(folder.rglob(f"*{ASKED}")):
             with contextlib.suppress(FileNotFoundError):  # it is being moved away
                 changed = path.stat().st_mtime_ns
-                if refused.get(path) == changed or path.with_suffix(ANSWERED).exists():
+                if done.get(path) == changed:
                     continue
                 try:
-                    answered(path)
+                    if not _is_answered(path):
+                        answered(path)
                 except DeclarationError as error:
-                    refused[path] = changed
                     logger.error("%s", error, extra={"status": "refused"})
+                done[path] = changed
         time.sleep(poll)
+
+
+def _is_answered(path: Path) -> bool:
+    """Whether the answer beside a bundle is to it."""
+    try:
+        return unpacked(_bytes_of(path.with_suffix(ANSWERED)))[0].about == _digest(_bytes_of(path))
+    except (OSError, Malformed):
+        return False

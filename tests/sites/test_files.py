@@ -195,7 +195,8 @@ def test_a_site_that_is_refused_is_asked_again_in_a_new_bundle(base: Path, caplo
     assert len(waiting(base, fedppl.Sums())) == 3
 
 
-def test_sites_agree_on_a_formula_by_files(base: Path) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_sites_agree_on_a_formula_by_files(base: Path, masked: bool) -> None:
     rng = np.random.default_rng(1)
     formula = fedppl.formula("y ~ x + (1 | site)")
     rows = {name: {"x": rng.normal(5.0, 2.0, 200), "y": rng.normal(0.0, 1.0, 200)} for name in NAMES}
@@ -205,17 +206,19 @@ def test_sites_agree_on_a_formula_by_files(base: Path) -> None:
         lambda config: rows[config["client-id"]],
         folder=lambda config: base / f"at {config['client-id']}",
         policy=OPEN,
+        secure=(lambda config: base / config["client-id"]) if masked else None,
         draws=50,
         chains=2,
     )
     answer = {name: files.answering(here, {"client-id": name}, base / name) for name in NAMES}
-    asked = fedppl.Files(base / "run", NAMES, formula, base / "server")
+    asked = fedppl.Files(base / "run", NAMES, formula, base / "server", secure=masked)
     with pytest.raises(DeclarationError, match="agree"):
         fedppl.fit(formula, None, fedppl.Sums(), engine=asked, progressbar=False)
-    with pytest.raises(fedppl.Waiting) as caught:
-        asked.agree()
-    for path in caught.value.bundles:
-        answer[path.parent.name](path)
+    for _ in range(1 + masked):
+        with pytest.raises(fedppl.Waiting) as caught:
+            asked.agree()
+        for path in caught.value.bundles:
+            answer[path.parent.name](path)
     found = asked.agree()
     assert found.clients == tuple(sorted(NAMES))
     assert found.columns.equals(asked.agree().columns)
@@ -225,7 +228,7 @@ def test_sites_agree_on_a_formula_by_files(base: Path) -> None:
         answer[path.parent.name](path)
     with pytest.raises(fedppl.Waiting) as caught:
         fedppl.fit(found.model, None, fedppl.Sums(), engine=asked._replace(model=found.model), progressbar=False)
-    assert {path.name[-8:] for path in caught.value.bundles} == {f"0003{ASKED}"}  # all are enrolled
+    assert {path.name[-8:] for path in caught.value.bundles} == {f"000{3 + masked}{ASKED}"}  # all are enrolled
 
 
 # Bundles --------------------------------------------------------------------------------------------------------------
@@ -242,6 +245,25 @@ def test_a_bundle_is_answered_once_and_always_alike(base: Path) -> None:
     reply.unlink()
     assert answer(bundle).read_bytes() == before
     assert len(list(audit.lines(base / "at north" / "audit.jsonl"))) == lines
+
+
+def test_a_server_that_lost_its_file_may_write_the_last_bundle_anew(base: Path) -> None:
+    """Of a backup: the node answers as before, and counts nothing."""
+    answer = answerers(base, fedppl.Sums())
+    for path in waiting(base, fedppl.Sums()):
+        answer[path.parent.name](path)
+    (base / "run" / "run.sqlite").rename(base / "backup")
+    (base / "run" / "run.sqlite").write_bytes((base / "backup").read_bytes())
+    bundle = next(path for path in waiting(base, fedppl.Sums()) if path.parent.name == "north")
+    answer["north"](bundle)
+    (base / "run" / "run.sqlite").write_bytes((base / "backup").read_bytes())
+    (anew,) = (path for path in waiting(base, fedppl.Sums()) if path == bundle)
+    assert files.unpacked(anew.read_bytes())[0] == files.unpacked(bundle.read_bytes())[0]
+    looked = iter([False, True])
+    files.watch(bundle.parent, answer["north"], 0.01, lambda: next(looked))
+    assert bundle not in waiting(base, fedppl.Sums())
+    *_, last = audit.lines(base / "at north" / "audit.jsonl")
+    assert last["repeated"]
 
 
 def test_nothing_is_read_by_who_carries_a_bundle(base: Path) -> None:
