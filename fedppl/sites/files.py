@@ -601,7 +601,8 @@ def watch(
     positive("poll", poll, "it is in seconds")
     if not folder.is_dir():
         raise DeclarationError(f"folder {str(folder)!r} is none; give the folder that bundles come into.")
-    done: dict[Path, int] = {}  # bundles that are answered or refused, and their times of change
+    done: dict[Path, int] = {}  # bundles that are answered, and their times of change
+    refused: dict[Path, str] = {}  # others, which are tried again: what they lack may be put right
     while stop is None or not stop():
         for path in sorted(folder.rglob(f"*{ASKED}")):
             with contextlib.suppress(FileNotFoundError):  # it is being moved away
@@ -611,9 +612,11 @@ def watch(
                 try:
                     if not _is_answered(path):
                         answered(path)
+                    done[path] = changed
                 except DeclarationError as error:
-                    logger.error("%s", error, extra={"status": "refused"})
-                done[path] = changed
+                    if refused.get(path) != str(error):
+                        refused[path] = str(error)
+                        logger.error("%s", error, extra={"status": "refused"})
         time.sleep(poll)
 
 
