@@ -145,7 +145,7 @@ def others_of(folder: Path, size: int) -> dict[str, secure.Identity]:
     """Identities of the other sites, all of them on the roster of the one that is measured."""
     site.make(folder / "identity", "site 0")
     others = {f"site {k}": secure.Identity.generate() for k in range(1, size)}
-    lines = [site._line(name, one.public_key().public_bytes_raw()) for name, one in others.items()]
+    lines = [secure.line_of(name, secure.public(one)) for name, one in others.items()]
     (folder / "identity" / site.ROSTER).write_text("\n".join(lines) + "\n", encoding="utf-8")
     return others
 

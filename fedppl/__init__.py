@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from fedppl.run.conflicts import conflict
     from fedppl.run.one_round import Round
     from fedppl.run.refits import calibrate, without
+    from fedppl.sites.files import Files as Files
+    from fedppl.sites.files import Waiting as Waiting
+    from fedppl.sites.node import Site as Site
     from fedppl.types import ConvergenceWarning, DataError, DeclarationError, NotConvergedError, Status
 
 __version__ = "0.1.0"
@@ -91,6 +94,8 @@ _NAMES = {
         "run.conflicts": "conflict",
         "run.one_round": "Round",
         "run.refits": "calibrate without",
+        "sites.files": "Files Waiting",  # these need cryptography, and so are not in `__all__`
+        "sites.node": "Site",
         "types": "ConvergenceWarning DataError DeclarationError NotConvergedError Status",
     }.items()
     for name in names.split()
@@ -118,4 +123,5 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """What users reach from here, without what this package has inside."""
     optional = [name for name, (_, package, _) in _SPACES.items() if package and importlib.util.find_spec(package)]
-    return sorted({*__all__, *optional, "__version__"})
+    files = ["Files", "Site", "Waiting"] if importlib.util.find_spec("cryptography") else []
+    return sorted({*__all__, *optional, *files, "__version__"})

@@ -20,10 +20,15 @@ References
 
 from __future__ import annotations
 
+import base64
+import functools
 import hashlib
 import hmac
 import math
+import os
+import stat
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,13 +36,16 @@ from numpy.typing import NDArray
 
 from fedppl.contracts import Requests, Summed
 from fedppl.engine.policy import FEWEST_SITES
+from fedppl.settings import one_line, shown
+from fedppl.storage.signed import open_to_write, reason, replace, write_through
 from fedppl.types import DeclarationError, Message
 
 try:
-    from cryptography.exceptions import InvalidSignature
+    from cryptography.exceptions import InvalidSignature, InvalidTag
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ed25519, x25519
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -371,3 +379,240 @@ def _signed(name: str, run: str, public: bytes) -> bytes:
 def _framed(part: bytes) -> bytes:
     """A part with its length, so that no two lists of parts have the same bytes."""
     return len(part).to_bytes(4, "little") + part
+
+
+# What one recipient alone can read ------------------------------------------------------------------------------------
+
+
+def sealing_key(identity: Identity) -> x25519.X25519PrivateKey:
+    """The key by which an identity opens what was enclosed for it, always the same."""
+    secret = HKDF(hashes.SHA256(), 32, None, _SEALING).derive(identity.private_bytes_raw())
+    return x25519.X25519PrivateKey.from_private_bytes(secret)
+
+
+def enclosed(header: bytes, body: bytes, sender: Identity, recipient: bytes) -> bytes:
+    """A body for the sealing key of one recipient alone, beside a header in the clear, both signed by the sender.
+
+    Who gets the recipient's identity later reads it, and who gets the sender's does not.
+    """
+    once = x25519.X25519PrivateKey.generate()
+    public, to = once.public_key().public_bytes_raw(), x25519.X25519PublicKey.from_public_bytes(recipient)
+    key = _bundle_key(once.exchange(to), header, public)
+    content = public + ChaCha20Poly1305(key).encrypt(bytes(12), body, header)  # a key is used once, and so this nonce
+    return content + sender.sign(_of_bundle(header, content))
+
+
+def disclosed(header: bytes, raw: bytes, sender: bytes, recipient: Identity) -> bytes:
+    """The body of what a sender enclosed for this recipient, once the signature holds; or DeclarationError."""
+    content, signature = raw[:-_SIGNATURE], raw[-_SIGNATURE:]
+    try:
+        ed25519.Ed25519PublicKey.from_public_bytes(sender).verify(signature, _of_bundle(header, content))
+        once = x25519.X25519PublicKey.from_public_bytes(content[:_LENGTH])
+        key = _bundle_key(sealing_key(recipient).exchange(once), header, content[:_LENGTH])
+        return ChaCha20Poly1305(key).decrypt(bytes(12), content[_LENGTH:], header)
+    except InvalidSignature:
+        rule = "its signature is not by the identity that is known here: it was cut or changed, or is another's"
+        raise DeclarationError(f"{rule}; copy it again, or ask the sender whether the identity is a new one.") from None
+    except (InvalidTag, ValueError):
+        rule = "it was not encrypted for the key of this identity"
+        raise DeclarationError(
+            f"{rule}; give the sender the line that python -m fedppl.site identity prints."
+        ) from None
+
+
+def _bundle_key(shared: bytes, header: bytes, once: bytes) -> bytes:
+    return HKDF(hashes.SHA256(), 32, None, b"fedppl bundle key" + once + _framed(header)).derive(shared)
+
+
+def _of_bundle(header: bytes, content: bytes) -> bytes:
+    return b"fedppl bundle" + _framed(header) + content
+
+
+# Identities, rosters and the server's line, as files of a folder ------------------------------------------------------
+
+IDENTITY, ROSTER, SERVER = "identity", "roster", "server"
+NO_SEALING = "has no key to encrypt for, of an earlier version; have python -m fedppl.site identity print it again"
+_SEALING = b"fedppl sealing key"
+_LENGTH, _SIGNATURE = 32, 64  # bytes of a key and of a signature
+_LINES = _LENGTH, 2 * _LENGTH + _SIGNATURE  # bytes of a public line: of an earlier version without the sealing key
+_LONGEST = 200  # characters of a name, as of a client's id
+_MOST = 2**20  # bytes of a file
+
+
+class Keys(NamedTuple):
+    """What a folder with an identity holds."""
+
+    name: str
+    identity: Identity
+    roster: Mapping[str, bytes]  # public identities by name, its own among them
+    sealing: Mapping[str, bytes] = {}  # keys to encrypt for, of those whose line has one
+
+
+def make_identity(folder: Path, name: str) -> str:
+    """Make an identity in a folder and return its public line; one that is there stays."""
+    path = folder / IDENTITY
+    _require_name(name, f"name {shown(name)}")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made = Identity.generate()
+    try:
+        file = open_to_write(path, os.O_EXCL)
+    except FileExistsError as error:
+        there = read_keys(folder)
+        line = line_of(there.name, public(there.identity))
+        rule = f"is there, and is made once: its public line is {line!r}"
+        raise DeclarationError(f"{str(path)!r} {rule}; move it away to make a new one.") from error
+    with file:
+        write_through(file, f"{line_of(name, made.private_bytes_raw())}\n".encode())
+    return line_of(name, public(made))
+
+
+def public(identity: Identity) -> bytes:
+    """What others have to know of an identity: its public key, its sealing key, and its signature of the latter."""
+    sealing = sealing_key(identity).public_key().public_bytes_raw()
+    return identity.public_key().public_bytes_raw() + sealing + identity.sign(_SEALING + sealing)
+
+
+def add_to_roster(folder: Path, line: str) -> str:
+    """Add a site's public line to the roster in a folder, and return the site's name."""
+    path, where = folder / ROSTER, f"line {one_line(line, 60)!r}"
+    name, key = _new_line(folder, line, {**_roster(path), **_server(folder)}, where)
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    replace(path, b"\n".join([*lines, f"{line_of(name, key)}\n".encode()]))
+    return name
+
+
+def set_server(folder: Path, line: str) -> str:
+    """Keep a server's public line beside a roster, of which it is no member, and return its name.
+
+    Its identity is not one of the roster's: a server that stood there could join a cohort.
+    """
+    where = f"line {one_line(line, 60)!r}"
+    name, key = _new_line(folder, line, _roster(folder / ROSTER), where)
+    if len(key) == _LENGTH:
+        raise DeclarationError(f"{where} {NO_SEALING}.")
+    replace(folder / SERVER, f"{line_of(name, key)}\n".encode())
+    return name
+
+
+def read_server(folder: Path) -> tuple[str, bytes, bytes]:
+    """Name, public identity and sealing key of the server that a site knows; DeclarationError without one."""
+    for name, key in _server(folder).items():
+        if len(key) > _LENGTH:
+            return name, key[:_LENGTH], key[_LENGTH : 2 * _LENGTH]
+    remedy = f"add the line that the server has printed: python -m fedppl.site server {folder} LINE"
+    raise DeclarationError(f"{str(folder / SERVER)!r} names no server; {remedy}.")
+
+
+def _server(folder: Path) -> dict[str, bytes]:
+    return _roster(folder / SERVER)
+
+
+def _new_line(folder: Path, line: str, known: Mapping[str, bytes], where: str) -> tuple[str, bytes]:
+    """Name and keys of a line that is to be added to what a folder knows."""
+    if not folder.is_dir():
+        remedy = f"make the site's identity first, python -m fedppl.site identity {folder}"
+        raise DeclarationError(f"folder {str(folder)!r} is none; {remedy}.")
+    name, key = _parsed(line, where)
+    _require_new(name, key, known, where)
+    return name, key
+
+
+def read_keys(folder: Path) -> Keys:
+    """Read identity and roster.
+
+    Raises
+    ------
+    DeclarationError
+        Where a file is missing, the identity is open to others, or a line is none.
+    """
+    path = folder / IDENTITY
+    name, secret = _parsed(_private(path), f"identity {str(path)!r}", (_LENGTH,))
+    identity = Identity.from_private_bytes(secret)
+    own, roster = public(identity), _roster(folder / ROSTER)
+    if roster.get(name, own)[:_LENGTH] == own[:_LENGTH]:
+        roster.pop(name, None)
+    _require_new(name, own, roster, f"this site, in {str(folder / ROSTER)!r},")
+    known = {**roster, name: own}
+    for server, key in _server(folder).items():
+        _require_new(server, key, known, f"the server, in {str(folder / SERVER)!r},")
+    sealing = {other: key[_LENGTH : 2 * _LENGTH] for other, key in known.items() if len(key) > _LENGTH}
+    return Keys(name, identity, {other: key[:_LENGTH] for other, key in known.items()}, sealing)
+
+
+def _private(path: Path) -> str:
+    """Content of a file that only its owner may read."""
+    what = f"identity {str(path)!r}"
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        remedy = f"make one by python -m fedppl.site identity {path.parent}"
+        raise DeclarationError(f"{what} cannot be read ({reason(error)}); {remedy}") from error
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or (os.name == "posix" and status.st_mode & 0o077):
+            rule = f"open to others (mode {stat.S_IMODE(status.st_mode):o}), who could take this site's masks off"
+            raise DeclarationError(f"{what} is {rule}; chmod 600 if nobody has read it, else make and send another.")
+        return file.read(_MOST).decode(errors="replace")
+
+
+def _roster(path: Path) -> dict[str, bytes]:
+    """Public identities by name; lines that are empty or begin with # are none."""
+    written = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return dict(_members(written, str(path)))
+
+
+@functools.lru_cache(maxsize=8)
+def _members(written: str, path: str) -> tuple[tuple[str, bytes], ...]:
+    """Names and identities of a roster, once in a process: a site reads its own at each request."""
+    roster: dict[str, bytes] = {}
+    for number, line in enumerate(written.splitlines(), start=1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            where = f"line {number} of {path!r}"
+            name, key = _parsed(line, where)
+            _require_new(name, key, roster, where)
+            roster[name] = key
+    return tuple(roster.items())
+
+
+def _parsed(line: str, where: str, lengths: tuple[int, ...] = _LINES) -> tuple[str, bytes]:
+    name, _, text = line.strip().rpartition(" ")
+    name = name.strip()
+    try:
+        key = base64.b64decode(text, validate=True)
+    except ValueError:
+        key = b""
+    if len(key) not in lengths or (len(key) > _LENGTH and not _is_signed(key)):
+        rule = f"is not a name, a space and {' or '.join(map(str, lengths))} bytes in base64, as they were printed"
+        raise DeclarationError(f"{where} {rule}; copy the whole line that the site printed.")
+    _require_name(name, where)
+    return name, key
+
+
+def _is_signed(key: bytes) -> bool:
+    """Whether an identity has signed its sealing key."""
+    signing, sealing, signature = key[:_LENGTH], key[_LENGTH : 2 * _LENGTH], key[2 * _LENGTH :]
+    try:
+        ed25519.Ed25519PublicKey.from_public_bytes(signing).verify(signature, _SEALING + sealing)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _require_name(name: str, where: str) -> None:
+    if not (0 < len(name) <= _LONGEST and name.isprintable() and name == name.strip() and not name.startswith("#")):
+        rule = f"1 to {_LONGEST} printable characters, no space at an end and no # in front"
+        raise DeclarationError(f"{where} has a name that is not {rule}; give the site's client-id.")
+
+
+def _require_new(name: str, key: bytes, known: Mapping[str, bytes], where: str) -> None:
+    other = name if name in known else next((one for one, its in known.items() if its[:_LENGTH] == key[:_LENGTH]), None)
+    if other is not None:
+        what = "name" if other == name else "key"
+        raise DeclarationError(
+            f"{where} is a duplicate, with the {what} of {other!r}; take out the line that is wrong."
+        )
+
+
+def line_of(name: str, key: bytes) -> str:
+    """A line of a name and a key, as `public` gives it."""
+    return f"{name} {base64.b64encode(key).decode()}"

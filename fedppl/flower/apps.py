@@ -60,38 +60,8 @@ def client_app(
 
     Parameters
     ----------
-    federated_model
-        The declaration, the same at every site and at the server. A formula is completed by the clients' agreement
-        (`fedppl.Flower.agree`). A site that gives a summary of its rows may declare another builder, of the same shared
-        variables.
-    algorithm
-        The algorithm, with the same settings at every site and at the server.
-    load_data
-        Your function from the site's node config to its data, name to array, or a source such as `fedppl.sources.sql`,
-        whose digest the policy can list (`allowed_queries`) and the audit log has. It runs at the site.
-    client_id
-        Function from the node config to this client's id; by default its entry ``client-id``, or nothing where
-        the server knows the site by its authenticated name; of a site with `secure` the name of its identity.
-    kind
-        The kind of this site where the declaration has several builders, or a function from the node config to it; by
-        default as the declaration tells kinds.
-    folder
-        Folder of this site: ``site.sqlite`` has its account of all that it has released and its audit log, its personal
-        state, a salted digest of its data (other data are refused in a run that has begun) and its last answer; when a
-        run is over, its own posterior is beside it (a NetCDF file named after the client). A path, or a function from
-        the node config to one. Limits count over all runs in it: deleting the file grants them anew. None requires
-        ``policy=fedppl.policy.NO_RULES``; then nothing is logged or counted.
-    policy
-        Policy of this site: a `fedppl.Policy`, the path of a TOML file with one, or a function from the node config
-        to either. By default ``fedppl.Policy()``, which wants sums.
-    secure
-        Folder with this site's identity and its roster of the other sites (`python -m fedppl.site`), or a function from
-        the node config to it. With it the site answers under the masks of a cohort on its roster alone, so that nobody
-        sees its replies and summaries of columns but in the sum (`grid(secure=True)`, `agree(secure=True)`), nor the
-        conclusions of its policy, which leave where all sites name them. It needs a `folder`, in which the cohorts of
-        runs are kept. None is for a policy with ``sums="optional"``.
-    draws, chains
-        Size of that posterior.
+    federated_model, algorithm, load_data, client_id, kind, folder, policy, secure, draws, chains
+        As in `fedppl.Site`. The server knows a site without an id by its authenticated name.
 
     Returns
     -------
@@ -121,7 +91,7 @@ def client_app(
     enrols. The text of an exception stays in the site's log, since it may quote data; the server learns its type.
     """
     options = client_id, kind, folder, policy, secure, draws, chains
-    node = _node.described(federated_model, algorithm, load_data, *options)
+    node = _node.described(_node.Site(federated_model, algorithm, load_data, *options))
 
     # Flower copies the app to its workers: no closure here may hold data, compiled models or locks.
     app = ClientApp()
@@ -228,6 +198,7 @@ def agree(
     (``site.told`` where its node config has no ``client-id``). Secure sums do not bound what a site that lies adds, and
     rows that have changed are summed anew, as another question.
     """
+    positive("wait", wait, "it is in seconds")
     post = Post(grid, positive("poll", poll, "it is in seconds"), _GRACE)
     return enrolment.agree(post, model, clients, min_count, withheld, wait, secure)
 

@@ -84,6 +84,8 @@ class _Pulled(NamedTuple):
 class Post:
     """Sends messages to a grid's nodes and polls for replies every `poll` seconds."""
 
+    run = ""
+
     def __init__(self, grid: Grid, poll: float, grace: float) -> None:
         self._grid = grid
         self.poll = poll

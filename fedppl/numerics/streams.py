@@ -31,6 +31,12 @@ def client_seed(client_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(client_id.encode(), digest_size=8).digest(), "little")
 
 
+def nonce_of(run: str, number: int, client_id: str) -> int:
+    """Of a request, 63 bits: another in each round, and the same in a run that begins anew under its name."""
+    about = f"{run}\0{number}\0{client_id}".encode()
+    return int.from_bytes(hashlib.blake2b(about, digest_size=8).digest(), "little") >> 1
+
+
 def cached(most_bytes: int) -> Callable[[Callable[..., Array]], Callable[..., Array]]:
     """Cache a function's arrays, read-only, up to `most_bytes` in total.
 

@@ -254,7 +254,9 @@ def start(model: FederatedModel, clients: Clients, algorithm: AnyAlgorithm | Cho
         gave = f"engine={shown(options.engine)} gave {shown(engine)}, no engine"
         raise DeclarationError(f"{gave}; pass one like fedppl.InProcess().")
     try:
-        run = Run(algorithm, engine, models, seed)
+        name = getattr(engine, "run", "")  # of a run that an earlier call began: this one asks the same
+        seed = int(name, 16) if name and options.random_seed is None else seed
+        run = Run(algorithm, engine, models, seed, name)
         if (names := tuple(run.layout.slices)) != model.shared:
             which = f"the sites share {list(names)}, this model {list(model.shared)}"
             raise DeclarationError(f"{which}; run the same declaration everywhere.")

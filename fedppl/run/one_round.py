@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import re
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -17,7 +16,7 @@ from scipy.stats import binom
 from fedppl.contracts import AddingEngine, Failure, OnlySums, Received, Reply, Report, Request, Requests, Summed
 from fedppl.contracts.printed import facts, number, tolerance_of
 from fedppl.engine.answer import n_bytes, take, take_sum, with_total
-from fedppl.numerics.streams import client_seed, stream
+from fedppl.numerics.streams import client_seed, nonce_of, stream
 from fedppl.results import diagnostics
 from fedppl.results.records import COLUMNS, Record
 from fedppl.run.progress import Participation, Run, add, save, standing
@@ -144,7 +143,7 @@ def _requests(run: Run, number: int, shapes: Shapes) -> Requests:
             message = run.algorithm.broadcast(run.state, client_id)
         return Request(
             client_id,
-            nonce=secrets.randbits(63),
+            nonce=nonce_of(run.name, number, client_id),
             round=number,
             seed=(run.seed, number, client_seed(client_id)),
             message=message,

@@ -135,7 +135,9 @@ Participation = Callable[[Sequence[str], np.random.Generator], tuple[str, ...]]
 class Run:
     """A run in progress; the only mutable part of a fit."""
 
-    def __init__(self, algorithm: AnyAlgorithm, engine: Engine, models: Mapping[str, ClientModel], seed: int) -> None:
+    def __init__(
+        self, algorithm: AnyAlgorithm, engine: Engine, models: Mapping[str, ClientModel], seed: int, name: str = ""
+    ) -> None:
         self.algorithm = algorithm
         self.engine = engine
         self.models = models
@@ -148,7 +150,7 @@ class Run:
         summaries = [client.client_id for client in samples(models) if tells_summary(client.template.parts.model)]
         if unseen := self.clients if engine.has_sites() else summaries:
             self.state = algorithm.disclosure.unseen(self.state, unseen)
-        self.name = secrets.token_hex(8)
+        self.name = name or secrets.token_hex(8)
         self.records: list[Record] = []
         self.counted = 0  # records that count towards ``rounds=``
         self.infos: dict[str, Mapping[str, float]] = {}  # each client's last diagnostics

@@ -1,6 +1,6 @@
 """The protocol of sites: types of messages, and what carries them (`Transport`). Nothing here knows what does.
 
-Flower's transport is `fedppl.flower.messages.Post`.
+Flower's transport is `fedppl.flower.messages.Post`, that of files is in `fedppl.sites.files`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Transport(Protocol):
 
     poll: float  # seconds between two looks for replies
     grace: float  # seconds that a message outlives its deadline, so that a reply at the last moment arrives
+    run: str  # hexadecimal name of a run that is kept, which a later call goes on with; "" where none is
 
     def nodes(self) -> dict[int, str]:
         """Connected nodes, with their authenticated names, "" without one."""

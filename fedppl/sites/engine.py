@@ -88,6 +88,7 @@ class SitesEngine:
         self._algorithm = algorithm.name
         self._layout, self._reader = layout, reader  # by the server's own declaration
         self._post = post
+        self.run = post.run
         terms = _wire.Terms(algorithm.settings, layout, reader.coords)
         self._roll = Roll(self._post, settings.clients, settings.wait, terms, greeting or {})
         self._busy: dict[str, _Busy] = {}  # by message

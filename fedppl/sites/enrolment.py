@@ -15,7 +15,7 @@ from fedppl.engine import secure as _secure
 from fedppl.formulas.exchange import asked, of_sum, sizes
 from fedppl.formulas.formula import Agreed, of_told
 from fedppl.model.declaration import FederatedModel
-from fedppl.settings import flag, one_line, one_of, positive, shown, whole
+from fedppl.settings import flag, one_line, one_of, shown, whole
 from fedppl.sites import AGREE, HELLO, Content, Letter, Transport, parcel_of, read_letter, texts_of
 from fedppl.sites import masks as _masks
 from fedppl.sites import site_agreement as _site
@@ -236,7 +236,6 @@ def agree(
         raise DeclarationError(f"model={shown(model)} is no formula to agree on; pass fedppl.formula(...).")
     whole("min_count", min_count)
     one_of("withheld", withheld, ("error", "other"))
-    positive("wait", wait, "it is in seconds")
     expected = expected_clients(clients)
     if flag("secure", secure):
         _secure.require_enough(expected if isinstance(expected, int) else len(expected))

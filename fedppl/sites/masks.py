@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedppl import site
 from fedppl.contracts import AnyAlgorithm, ClientUpdate, Failure, Reply, Request
 from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED, digest
@@ -55,7 +54,7 @@ class Place(NamedTuple):
 
 def greet(files: Path, folder: Path, texts: Mapping[str, str], words: secure.Words | None = None) -> dict[str, str]:
     """A site's greeting for a run: the same whenever it is asked, of no data, or of the words that it will hide."""
-    here, run = site.read(files), checked_name(one_text(texts, "run"), "'run'")
+    here, run = secure.read_keys(files), checked_name(one_text(texts, "run"), "'run'")
     return _packed(secure.greeting(secure.derived_key(here.identity, here.name, run, _where(folder, words))))
 
 
@@ -72,7 +71,7 @@ def place(
     The server sends each site what all have `agreed` on, a digest of which is in the masks: one site that had other
     scales than the others, or than in another run, would be told by the difference of two sums.
     """
-    here = site.read(files)
+    here = secure.read_keys(files)
     roster = tuple(sorted(here.roster.items()))
     try:
         secret = here.identity.private_bytes_raw()
@@ -103,7 +102,7 @@ def _member(
 def counts_part(files: Path, at: Place, counts: Array) -> dict[str, str]:
     """A site's part of the cohort's counts: masked and signed, so that no server can change their sum."""
     _, words = secure.masked(at.member, secure.encoded({"": counts}, len(at.names)), 1, COUNTS)
-    return _packed(secure.published(site.read(files).identity, at.member.name, _about(at, COUNTS), words))
+    return _packed(secure.published(secure.read_keys(files).identity, at.member.name, _about(at, COUNTS), words))
 
 
 def counted(files: Path, at: Place, texts: Mapping[str, str]) -> Place:
@@ -112,7 +111,7 @@ def counted(files: Path, at: Place, texts: Mapping[str, str]) -> Place:
         parts = unpack_parts(texts)
     except Malformed as error:
         raise DeclarationError(f"malformed: {error}") from error
-    words = secure.verified(parts, at.names, _about(at, COUNTS), site.read(files).roster)
+    words = secure.verified(parts, at.names, _about(at, COUNTS), secure.read_keys(files).roster)
     counts = _sum_of(list(words.values()))
     if np.any(counts < 0) or np.any(counts > MOST_ROWS):
         raise DeclarationError(_NO_SUM)
@@ -136,14 +135,14 @@ def sealed_part(files: Path, at: Place, request: Request, numbers: Array) -> Par
     about, lost = _gate(request), np.isnan(numbers)
     plain = secure.encoded({"": np.where(lost, 0.0, numbers)}, len(at.names))
     words = secure.sealed(at.member, _noised(at, plain, lost, request.round, about), request.round, about)
-    part = secure.published(site.read(files).identity, at.member.name, _about(at, about), words)
+    part = secure.published(secure.read_keys(files).identity, at.member.name, _about(at, about), words)
     return {WORDS: words.view(np.int64)}, {"signature": _packed(part)["signature"]}
 
 
 def sum_of_sealed(files: Path, at: Place, request: Request) -> Array:
     """The sum of all members' sealed parts that came with a request and are about it, or DeclarationError."""
     about = _gate(request)
-    words = secure.verified(at.gate, at.names, _about(at, about), site.read(files).roster)
+    words = secure.verified(at.gate, at.names, _about(at, about), secure.read_keys(files).roster)
     parts = [secure.opened(at.member, name, sealed, request.round, about) for name, sealed in words.items()]
     return _sum_of(parts)
 

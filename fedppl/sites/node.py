@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedppl import site
 from fedppl.contracts import Algorithm, AnyAlgorithm, Failure, Request
 from fedppl.data import frames
 from fedppl.data.sources import Source
 from fedppl.engine import few_rows_in_sums as in_sums
 from fedppl.engine import guard as _guard
+from fedppl.engine import secure as _secure
 from fedppl.engine.answer import answer, require_fit, say_unused
 from fedppl.engine.policy import NO_RULES, Policy, read, refuse_query, refuse_sharing, refuse_version, version_of
 from fedppl.model.client import ClientModel
@@ -62,11 +62,81 @@ class Node(NamedTuple):
     query: str = ""  # digest of what `load_data` asks, where that is a source
 
 
-def described(
-    model: FederatedModel, algorithm: AnyAlgorithm, load_data: Any, *options: Any
-) -> Callable[[Mapping[str, Any]], Node]:
-    """Check what a site's app is given; the function from a node config to its node."""
-    client_id, kind, folder, policy, secure, draws, chains = options
+class Site(NamedTuple):
+    """A site's declaration, by which it answers whatever carries the messages.
+
+    ``python -m fedppl.site answer`` and ``watch`` take it for bundles that come as files (`fedppl.Files`), and
+    ``fedppl.Flower.client_app(**site._asdict())`` is its Flower app. Functions below get the site's node config: what
+    its operator gives by ``--config``, or to Flower by ``--node-config``.
+
+    Parameters
+    ----------
+    federated_model
+        The declaration, the same at every site and at the server. A formula is completed by the clients' agreement
+        (`fedppl.Flower.agree`). A site that gives a summary of its rows may declare another builder, of the same shared
+        variables.
+    algorithm
+        The algorithm, with the same settings at every site and at the server.
+    load_data
+        Your function from the site's node config to its data, name to array, or a source such as `fedppl.sources.sql`,
+        whose digest the policy can list (`allowed_queries`) and the audit log has. It runs at the site.
+    client_id
+        Function from the node config to this client's id; by default its entry ``client-id``, or nothing where
+        the server knows the site by its authenticated name; of a site with `secure` the name of its identity.
+    kind
+        The kind of this site where the declaration has several builders, or a function from the node config to it; by
+        default as the declaration tells kinds.
+    folder
+        Folder of this site: ``site.sqlite`` has its account of all that it has released and its audit log, its personal
+        state, a salted digest of its data (other data are refused in a run that has begun) and its last answer; when a
+        run is over, its own posterior is beside it (a NetCDF file named after the client). A path, or a function from
+        the node config to one. Limits count over all runs in it: deleting the file grants them anew. None requires
+        ``policy=fedppl.policy.NO_RULES``; then nothing is logged or counted.
+    policy
+        Policy of this site: a `fedppl.Policy`, the path of a TOML file with one, or a function from the node config
+        to either. By default ``fedppl.Policy()``, which wants sums.
+    secure
+        Folder with this site's identity and its roster of the other sites (`python -m fedppl.site`), or a function from
+        the node config to it. With it the site answers under the masks of a cohort on its roster alone, so that nobody
+        sees its replies and summaries of columns but in the sum (the server's ``secure=True``), nor the
+        conclusions of its policy, which leave where all sites name them. It needs a `folder`, in which the cohorts of
+        runs are kept. None is for a policy with ``sums="optional"``.
+    draws, chains
+        Size of that posterior.
+
+    Examples
+    --------
+    >>> import fedppl
+    >>> from fedppl.testing import normal_means
+    >>> model, clients = normal_means()
+    >>> site = fedppl.Site(
+    ...     model,
+    ...     fedppl.Sums(),
+    ...     lambda config: clients[config["client-id"]],
+    ...     folder=lambda config: config["folder"],
+    ...     secure=lambda config: config["secure"],
+    ... )
+
+    Notes
+    -----
+    *When this fails.* What it is given is checked when it is used, by a DeclarationError that names the argument.
+    """
+
+    federated_model: FederatedModel
+    algorithm: AnyAlgorithm
+    load_data: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    client_id: Callable[[Mapping[str, Any]], str] | None = None
+    kind: str | Callable[[Mapping[str, Any]], str | None] | None = None
+    folder: str | Path | Callable[[Mapping[str, Any]], str | Path] | None = None
+    policy: Policy | str | Path | Callable[[Mapping[str, Any]], Policy | str | Path] | None = None
+    secure: str | Path | Callable[[Mapping[str, Any]], str | Path] | None = None
+    draws: int = 1000
+    chains: int = 4
+
+
+def described(declared: Site) -> Callable[[Mapping[str, Any]], Node]:
+    """Check a site's declaration; the function from a node config to its node, with the policy read anew."""
+    model, algorithm, load_data, client_id, kind, folder, policy, secure, draws, chains = declared
     if not isinstance(model, FederatedModel) or not isinstance(algorithm, Algorithm):
         raise DeclarationError("client_app takes a FederatedModel and an algorithm that is built, like fedppl.EP().")
     if not callable(load_data):
@@ -97,7 +167,7 @@ def described(
         if (name := given_id(config)) or secure is None:
             return name
         with suppress(DeclarationError):  # without an identity it refuses, and its log says why
-            return site.read(Path((secure(config) if callable(secure) else secure) or "no folder")).name
+            return _secure.read_keys(Path((secure(config) if callable(secure) else secure) or "no folder")).name
         return ""
 
     def node(config: Mapping[str, Any]) -> Node:

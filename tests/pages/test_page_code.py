@@ -151,7 +151,7 @@ ELSEWHERE = {
 COMMANDS = {
     "README.md": ("set up: .ci/run has both, since a test cannot make what it runs in",) * 2,
     "docs/coming_from/r.md": ("pages/test_coming_from.py",),
-    "docs/deployment.md": ("pages/test_deployment_page.py",) * 4,
+    "docs/deployment.md": ("pages/test_deployment_page.py",) * 5,
     "docs/index.md": ("set up: as in README, with other extras",),
     "docs/security.md": ("takes minutes; test_attacks.py has its short form",),
 }
