@@ -100,7 +100,7 @@ def checked(
     except LocalFailure as failure:
         return personal, Failure(request.client_id, request.nonce, str(failure))
     except Exception as error:  # no error of one client may end the others' run
-        extra = {"client": request.client_id}
+        extra = {"run": request.run, "round": request.round, "client": request.client_id}
         logger.log(level_of(error), "client %s failed", request.client_id, exc_info=True, extra=extra)
         return personal, Failure(request.client_id, request.nonce, type(error).__name__, private=str(error))
     reply = Reply(request.client_id, request.nonce, client.layout.fingerprint, update.reply, numbers, reason)

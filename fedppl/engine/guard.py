@@ -82,7 +82,8 @@ def in_memory(rules: Policy, client_id: str, cohort: Holdings | None = None, sum
         ledger[0] = after
         known.update(runs)
         if entry.get("refused"):
-            logger.warning("client %s refuses a request by %s", client_id, entry["refused"])
+            extra = _extra({**entry, "client": client_id})
+            logger.warning("client %s refuses a request by %s", client_id, entry["refused"], extra=extra)
 
     def alike(kind: str) -> list[Run]:
         return [run for (one, _), run in known.items() if one == kind]
@@ -110,7 +111,8 @@ def in_store(rules: Policy, store: _store.Store, name: str, *, masked: bool = Fa
         line |= {"refused_or_free": account.idle} if is_free else {}
         _store.append(store, {**line, "requests": _store.requests(store)})
         if entry.get("refused"):
-            logger.warning("client %s refuses (%s) by %s", line["site"], entry["event"], entry["refused"])
+            words = line["site"], entry["event"], entry["refused"]
+            logger.warning("client %s refuses (%s) by %s", *words, extra=_extra({**line, "client": line["site"]}))
 
     def known(kind: str, run: str) -> Run | None:
         answered = _store.known(store, name, kind, run)
@@ -120,6 +122,12 @@ def in_store(rules: Policy, store: _store.Store, name: str, *, masked: bool = Fa
         return [Run(*answered) for answered in _store.alike(store, name, kind)]
 
     return Guard(policy.resolved(rules, masked=masked), read, write, known, alike, masked)
+
+
+def _extra(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What a refusal's record has for who reads records and not texts."""
+    known = {name: entry[name] for name in ("run", "round", "client") if entry.get(name)}
+    return {**known, "status": "refused", "reason": entry["refused"]}
 
 
 def _is_free(entry: Mapping[str, Any]) -> bool:
@@ -241,7 +249,8 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
         few = left_out <= _FEW_LEFT_OUT * inside.size
         what = "nothing is to be done" if few else "few remain: look at the columns' scales and at rows far out"
         text = "client %s leaves out %d of %d points that it is asked at, by distance and few_rows; %s"
-        logger.log(logging.INFO if few else logging.WARNING, text, request.client_id, left_out, inside.size, what)
+        level, extra = logging.INFO if few else logging.WARNING, {"run": request.run, "client": request.client_id}
+        logger.log(level, text, request.client_id, left_out, inside.size, what, extra=extra)
     return request
 
 
@@ -356,7 +365,8 @@ def _not_released(rules: Policy, request: Request, reply: Reply | Failure) -> st
     try:
         given = rules.approval(Release(request.run, request.round, request.client_id, message, info, reply.reason))
     except Exception as error:  # a failing user function is no approval
-        logger.exception("client %s: approval= failed", request.client_id)
+        extra = {"run": request.run, "client": request.client_id}
+        logger.exception("client %s: approval= failed", request.client_id, extra=extra)
         return f"approval: {type(error).__name__}"
     return None if given is True else "approval: not given"
 

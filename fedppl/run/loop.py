@@ -89,7 +89,9 @@ def fit(
         # Warnings that follow below, or that were logged in their round, are not logged as warnings again.
         caveat = bool(advice) or (bool(run.message) and not run.records[-1].mild)
         is_warning = caveat if status.ok else not algorithm.result.tests_convergence
-        logger.log(logging.WARNING if is_warning else logging.INFO, text, extra={"status": status.value})
+        logger.log(
+            logging.WARNING if is_warning else logging.INFO, text, extra={"run": run.name, "status": status.value}
+        )
         result = Fit(
             algorithm=algorithm,
             state=run.state,
@@ -124,7 +126,7 @@ def _concluded(run: Run, result: Fit) -> Fit:
             save(run)
         result = dataclasses.replace(result, told=run.told)
     elif not run.models:
-        extra = {"status": result.status.value}
+        extra = {"run": run.name, "status": result.status.value}
         logger.warning("sites are not asked to draw their posteriors: %s", reason, extra=extra)
     return result
 

@@ -165,7 +165,7 @@ def one_round(run: Run) -> Round:
     run.progress.asked(number, len(requests.clients))
     received, replies = _exchanged(run, requests, shapes)
     seconds = time.perf_counter() - started
-    _log_failures(number, replies.failures, run.logged)
+    _log_failures(run.name, number, replies.failures, run.logged)
     diagnostics.log_fallbacks(number, replies.infos, diagnostics.fallbacks(run.infos))
     with _named(run, "update_server"):
         state, report = run.algorithm.update_server(run.state, received)
@@ -210,7 +210,7 @@ def _log_round(run: Run, record: Record, used: int, asked: int) -> None:
     run.progress.update(run.counted, "; ".join(filter(None, (summary, ended))))
     reporting = asked - len(record.silent)
     text = f"; {summary}" if summary else ""
-    extra = {"round": record.number, "status": record.status.value, "replies": used, "asked": asked}
+    extra = {"run": run.name, "round": record.number, "status": record.status.value, "replies": used, "asked": asked}
     numbers = record.number, record.status.value, used, reporting, record.seconds
     extra["reporting"] = reporting
     logger.info("round %d: %s, %d of %d replies in %.1f s%s", *numbers, text, extra=extra)
@@ -219,7 +219,7 @@ def _log_round(run: Run, record: Record, used: int, asked: int) -> None:
 _EACH = 5  # clients with the same reason, each of which has a record of its own
 
 
-def _log_failures(number: int, failures: Mapping[str, str], logged: set[tuple[str, str]]) -> None:
+def _log_failures(run: str, number: int, failures: Mapping[str, str], logged: set[tuple[str, str]]) -> None:
     """Log which clients were skipped and why, by reason; one known from an earlier round is no warning any more."""
     by_reason: dict[str, list[str]] = {}
     for client_id, reason in failures.items():
@@ -228,7 +228,7 @@ def _log_failures(number: int, failures: Mapping[str, str], logged: set[tuple[st
         keys = {(client_id, without_numbers(reason)) for client_id in together}
         level = logging.DEBUG if keys <= logged else logging.WARNING
         for names in together if len(together) <= _EACH else [diagnostics.listed(together)]:
-            extra = {"round": number, "client": names, "status": "skipped", "reason": reason}
+            extra = {"run": run, "round": number, "client": names, "status": "skipped", "reason": reason}
             logger.log(level, "round %d, client %s skipped: %s", number, names, reason, extra=extra)
         logged |= keys
 

@@ -62,7 +62,8 @@ def conclude(node: Node, config: Mapping[str, Any], memory: Memory | None, parce
                 summaries = _conclude(node, config, kept, parcel, guard)
     except Exception:
         summaries = {}  # what is not kept does not leave
-        logger.exception("client %s drew no posterior", name, extra={"client": name, "status": "failed"})
+        extra = {"run": str(parcel[1].get("run", ""))[:200], "client": name, "status": "failed"}
+        logger.exception("client %s drew no posterior", name, extra=extra)
     return summaries, {"client_id": name}
 
 
@@ -75,7 +76,8 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Par
     if node.secure is not None:
         return _concluded_under_masks(node, config, memory, over, guard)
     if not _guard.concluded(guard, over.run):
-        logger.warning("client %s was told before that run %s is over", over.client_id, over.run)
+        extra = {"run": over.run, "client": over.client_id}
+        logger.warning("client %s was told before that run %s is over", over.client_id, over.run, extra=extra)
         return {}
     return _drawn(node, config, memory, over, guard)
 
@@ -103,7 +105,8 @@ def _concluded_under_masks(
     try:  # whether the site can tell depends on its data: it answers by noise where it cannot
         told = _drawn(node, config, memory, over, guard, at)
     except Exception:
-        logger.exception("client %s drew no posterior", over.client_id, extra={"client": over.client_id})
+        extra = {"run": over.run, "client": over.client_id, "status": "failed"}
+        logger.exception("client %s drew no posterior", over.client_id, extra=extra)
     words = _masks.concluded(at, asked, told, SUMS)
     _signed.keep(memory, file, (asked.hex(), words))
     return words
@@ -134,7 +137,7 @@ def _drawn(
     idata.write(result, partial)
     partial.chmod(0o600)  # a library may make the file anew
     partial.replace(path)
-    logger.info("client %s: posterior written to %s", client_id, path)
+    logger.info("client %s: posterior written to %s", client_id, path, extra={"run": run, "client": client_id})
     if at is not None and at.counts.size:
         guard = guard._replace(cohort=_guard.summed(here.client.view(_guard.tally), at.counts, len(at.names)))
     names = _guard.tells(guard, node.algorithm, here.client, request)
@@ -158,7 +161,8 @@ def _told(names: Sequence[str], node: Node, here: Enrolled, over: Over, drawn: A
                 raise ValueError("it is not finite")
             results[name] = value
         except Exception:  # any part of a user's model may fail; the other summaries are sent all the same
-            logger.warning("client %s has no %r to tell", over.client_id, name, exc_info=True)
+            extra = {"run": over.run, "client": over.client_id}
+            logger.warning("client %s has no %r to tell", over.client_id, name, exc_info=True, extra=extra)
     return results
 
 

@@ -288,17 +288,18 @@ class SitesEngine:
             client_id: (final_message(client_id), {"client_id": client_id, **texts}) for client_id in self.clients()
         }
         if self._settings.secure:
-            return {COHORT: self._told_in_sum(parcels)}
+            return {COHORT: self._told_in_sum(parcels, run)}
         told: dict[str, Message] = {}
         answers = self._answers(CONCLUDE, parcels, None, read, "what it told of its rows cannot be used")
         for client_id, answer in answers.items():
             if isinstance(answer, str):
-                logger.warning("end of the run, client %s: %s", client_id, answer)
+                extra = {"run": run, "client": client_id, "reason": answer}
+                logger.warning("end of the run, client %s: %s", client_id, answer, extra=extra)
             else:
                 told[client_id] = answer
         return told
 
-    def _told_in_sum(self, parcels: Mapping[str, Parcel]) -> Message:
+    def _told_in_sum(self, parcels: Mapping[str, Parcel], run: str) -> Message:
         """Sums over the cohort of what all its policies let out at the end; absent sites are asked again."""
         shapes, end = _masks.shapes_at_end(SUMS), time.monotonic() + self._settings.wait
 
@@ -313,18 +314,21 @@ class SitesEngine:
             told = self._from_all(CONCLUDE, parcels, None, end, read, "what it told of its rows cannot be used")
         except (LostSites, _Missing) as error:
             for name, reason in error.reasons.items():
-                logger.warning("end of the run, client %s: %s; the cohort has no conclusions", name, reason)
+                extra = {"run": run, "client": name, "reason": reason}
+                logger.warning(
+                    "end of the run, client %s: %s; the cohort has no conclusions", name, reason, extra=extra
+                )
             told = {}
         sums = _masks.sums_at_end(told, SUMS) if told else {}
         for name in list(sums):
             try:
                 read_told({name: sums[name]})
             except Malformed as error:
-                logger.warning("end of the run: the cohort's sum cannot be used, %s", error)
+                logger.warning("end of the run: the cohort's sum cannot be used, %s", error, extra={"run": run})
                 del sums[name]
         if missing := [name for name in SUMS if name not in sums]:
             why = "not every site's policy names it, or not every site could compute it"
-            logger.info("end of the run: the cohort told no sum of %s: %s", missing, why)
+            logger.info("end of the run: the cohort told no sum of %s: %s", missing, why, extra={"run": run})
         return sums
 
     def has_sites(self) -> bool:

@@ -441,7 +441,8 @@ class FilePost:
         except (OSError, Malformed, DeclarationError) as error:
             if self._refused.get(path) != str(error):
                 self._refused[path] = str(error)
-                logger.error("client %s: answer %r is refused: %s", one.site, str(path), one_line(error))
+                words, extra = (one.site, str(path), one_line(error)), {"client": one.site, "status": "refused"}
+                logger.error("client %s: answer %r is refused: %s", *words, extra=extra)
             return None
         if one.answered is None:
             with _record(self._folder) as record:
@@ -592,7 +593,7 @@ def _answer(here: Node, config: Mapping[str, Any], parties: _Parties, raw: bytes
     bundle = packed(back, _written(kind, reply), parties.own.identity, parties.sealing)
     with _kept(here) as memory:
         keep(memory, name, (header.number, digest, bundle))
-    logger.info("run %s, bundle %d (%s) is answered", header.run, header.number, kind)
+    logger.info("run %s, bundle %d (%s) is answered", header.run, header.number, kind, extra={"run": header.run})
     return bundle
 
 

@@ -301,14 +301,15 @@ def require_masks(secure: Path | None, rules: Policy) -> None:
 def refuse(guard: _guard.Guard | None, about: Mapping[str, Any], rule: str) -> None:
     """Log the rule by which a message is refused."""
     if guard is None:
-        logger.warning("%s refused: %s", about["event"], rule)
+        extra = {name: value for name, value in about.items() if name in ("run", "round", "client")}
+        logger.warning("%s refused: %s", about["event"], rule, extra=extra)
     else:
         _guard.note(guard, rule, **about)
 
 
-def _say_refused(what: str, name: str) -> None:
+def _say_refused(what: str, name: str, texts: Mapping[str, Any]) -> None:
     """Log the present exception, which stays at the site."""
-    logger.exception(what, name, extra={"client": name, "status": "refused"})
+    logger.exception(what, name, extra={"run": str(texts.get("run", ""))[:200], "client": name, "status": "refused"})
 
 
 def agree(node: Node, config: Mapping[str, Any], memory: Memory | None, texts: Mapping[str, str]) -> Parcel:
@@ -327,7 +328,7 @@ def agree(node: Node, config: Mapping[str, Any], memory: Memory | None, texts: M
                 arrays, answer = _agreements.add(node.model, load, texts, here)
     except Exception:  # of the end of the block too: then nothing of it is kept
         arrays, answer = {}, {"refused": _guard.REFUSED}
-        _say_refused("client %s tells nothing", name)
+        _say_refused("client %s tells nothing", name, texts)
     return arrays, {"client_id": name, "version": version("fedppl"), **answer}
 
 
@@ -337,7 +338,7 @@ def greet(node: Node, config: Mapping[str, Any], texts: Mapping[str, str]) -> Pa
     try:
         answer = _masks.greet(*files_of(node), texts)
     except Exception:
-        _say_refused("client %s greets nobody", name)
+        _say_refused("client %s greets nobody", name, texts)
         answer = {"refused": _guard.REFUSED}
     return {}, {"client_id": name, **answer}
 
@@ -359,7 +360,7 @@ def join(node: Node, config: Mapping[str, Any], memory: Memory | None, texts: Ma
             answer = _joined(node, config, kept, texts, guard)
     except Exception as error:
         answer = None
-        _say_refused("client %s joins no cohort", name)
+        _say_refused("client %s joins no cohort", name, texts)
         if node.folder is not None:
             with suppress(Exception), account_of(node, config, memory) as (guard, _):
                 refuse(guard, {"event": "cohort"}, f"sums: {error}"[:200])
@@ -401,7 +402,7 @@ def introduce(node: Node, config: Mapping[str, Any], memory: Memory | None, text
         terms = _wire.Terms(node.algorithm.settings, client.layout, client.reader().coords)
         return _wire.pack_hello(name, terms)
     except Exception as error:
-        _say_refused("client %s cannot take part", name)
+        _say_refused("client %s cannot take part", name, texts)
         reason = str(error) if isinstance(error, DeclarationError) else "the reason is in the site's own log"
         kind = type(error) if type(error).__module__ in _KNOWN_ERRORS else Exception
         return {}, {"client_id": name, "error": f"{kind.__name__}: {reason}"}
@@ -458,7 +459,7 @@ def answer_request(node: Node, config: Mapping[str, Any], memory: Memory | None,
             answered = _answered(node, config, kept, parcel, guard)
     except Exception:
         answered = None  # what is not kept does not leave
-        _say_refused("client %s refuses a request", client_id)
+        _say_refused("client %s refuses a request", client_id, parcel[1])
     refusal = Failure(client_id, int(nonce) if nonce.isdecimal() else 0, _guard.REFUSED)
     return answered or _wire.pack_reply(refusal)
 
@@ -549,7 +550,7 @@ def _answered(
         return None
     after, reply = answer(algorithm, here.client, kept.personal, request, guard)
     if isinstance(reply, Failure):
-        extra = {"round": request.round, "client": request.client_id, "status": "failed"}
+        extra = {"run": request.run, "round": request.round, "client": request.client_id, "status": "failed"}
         numbers = request.round, request.client_id, reply.reason, reply.private
         logger.warning("round %d, client %s failed: %s %s", *numbers, extra=extra)
     if place is not None:
@@ -586,7 +587,7 @@ def gate(node: Node, config: Mapping[str, Any], memory: Memory | None, parcel: P
                 answered = _gated(node, config, kept, parcel, guard)
     except Exception:
         answered = None
-        _say_refused("client %s adds nothing to a gate", name)
+        _say_refused("client %s adds nothing to a gate", name, parcel[1])
     arrays, texts = answered or ({}, {"refused": _guard.REFUSED})
     return arrays, {"client_id": name, **texts}
 
@@ -674,7 +675,7 @@ def recalled(algorithm: AnyAlgorithm, memory: Memory, name: str, client_id: str)
         return Kept(*(_signed.recalled(memory, name, f"personal state of client {client_id!r}") or ()))
     except DeclarationError as error:
         if algorithm.persistent:
-            logger.error("client %s does not answer: %s", client_id, error)
+            logger.error("client %s does not answer: %s", client_id, error, extra={"client": client_id})
             raise LocalFailure("its lasting state cannot be read; see the site's log") from error
-        logger.warning("client %s starts with blank personal state: %s", client_id, error)
+        logger.warning("client %s starts with blank personal state: %s", client_id, error, extra={"client": client_id})
         return Kept()

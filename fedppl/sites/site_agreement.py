@@ -77,7 +77,8 @@ def without_rare(model: FederatedModel, loaded: Any, rules: policy.Policy, site_
     rows, left_out = exchange.without_rare(model.agreement, frames.raw(loaded, wanted, "this site"), fewest)
     if not left_out:
         return loaded
-    logger.warning("client %s leaves out %d rows of levels that clients did not agree on", site_id, left_out)
+    text = "client %s leaves out %d rows of levels that clients did not agree on"
+    logger.warning(text, site_id, left_out, extra={"client": site_id})
     return rows
 
 
@@ -104,7 +105,7 @@ def tell(
     try:
         rows = rows_of(built, data(), "this site")
     except DeclarationError as error:  # its text names columns of the declaration, which the server has too
-        logger.error("%s", error)
+        logger.error("%s", error, extra={"run": about["run"], "client": site_id})
         return {"refused": str(error)}
     if guard is None:
         return {"told": pack_told(answered(built, rows, float(min_count)))}
@@ -188,7 +189,7 @@ def add(model: FederatedModel, data: Callable[[], Any], texts: Mapping[str, str]
         loaded = data()
         columns = _in_sum(model, loaded, texts, here.guard.policy)
     except DeclarationError as error:  # its text names columns of the declaration, which the server has too
-        logger.error("%s", error)
+        logger.error("%s", error, extra={"run": about["run"], "client": about["client"]})
         note(here.guard, f"sums: {error}"[:200], **about)
         return {}, {"refused": str(error)}
     counts, sums = exchange.flat(_built(model), columns)
@@ -254,7 +255,7 @@ def accept(
     try:
         agreement = unpack_agreement(texts, asked(built).names)
     except Malformed as error:
-        logger.error("what clients agreed on cannot be read: %s", error)
+        logger.error("what clients agreed on cannot be read: %s", error, extra={"client": site_id})
         raise refused from None
     key = digest(agreement)
     if declared(model, memory, site_id)[1] == key:
@@ -266,7 +267,7 @@ def accept(
     else:
         why = _why_not(model, agreement, data, site_id, rules)
     if why:
-        logger.error("what clients agreed on is not used: %s", why)
+        logger.error("what clients agreed on is not used: %s", why, extra={"client": site_id})
         if guard is not None:
             refuse_agreement(guard, key, site_id, why)
         raise refused

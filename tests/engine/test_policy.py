@@ -841,6 +841,8 @@ def test_a_refusal_is_said_in_pythons_log_and_names_its_site(tmp_path: Path, cap
     unnamed = site._replace(client_id=lambda config: "")
     assert refused(sent(unnamed, ask(1)))
     assert "approval: nobody has approved run 'r'" in caplog.text
+    (said,) = [record for record in caplog.records if record.name == "fedppl.engine.guard"]
+    assert (said.run, said.round, said.client, said.status) == ("r", 1, "clinic 3", "refused")  # type: ignore[attr-defined]
     assert [line["site"] for line in log_of(tmp_path)] == ["clinic 3"]
 
 
