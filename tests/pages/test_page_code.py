@@ -95,18 +95,6 @@ def of_a_trial() -> dict[str, Any]:
     return {"frame": frame}
 
 
-def of_a_hospital() -> dict[str, Any]:
-    """A site with too few rows for its policy."""
-    columns = {
-        "age": RNG.normal(60, 9, 174),
-        "arm": RNG.choice(["control", "drug"], 174),
-        "died": RNG.integers(0, 2, 174),
-    }
-    pd.DataFrame(columns).to_csv("patients.csv", index=False)
-    Path("policy.toml").write_text("requests = 60\n", encoding="utf-8")
-    return {}
-
-
 def of_engines() -> dict[str, Any]:
     return {"engine_trend": hm1.linear_regression, "clients": {name: rows(30, 5) for name in "ABCDEF"}}
 
@@ -126,7 +114,6 @@ PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "hm1": lambda: {"clients": {name: rows(20) for name in "ABCDE"}},
     "hm2": dict,
     "index": of_a_trial,
-    "install_at_a_hospital": of_a_hospital,
     "models": of_schools,
     "networks": of_networks,
     "pfedvem": of_hospitals_with_torch,
@@ -152,6 +139,7 @@ COMMANDS = {
     "README.md": ("set up: .ci/run has both, since a test cannot make what it runs in",) * 2,
     "docs/coming_from/r.md": ("pages/test_coming_from.py",),
     "docs/deployment.md": ("pages/test_deployment_page.py",) * 5,
+    "docs/install_at_a_hospital.md": ("sites/test_check.py",),
     "docs/index.md": ("set up: as in README, with other extras",),
     "docs/security.md": ("takes minutes; test_attacks.py has its short form",),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import shutil
 import sqlite3
 import sys
@@ -21,7 +22,7 @@ import fedppl
 from fedppl import Policy, site
 from fedppl.sites.node import Node, described
 from fedppl.storage import store
-from tests.support import stored
+from tests.support import page, stored
 
 RULES = Policy(sums="optional", rows=50, approval=None)
 APP = """
@@ -190,6 +191,16 @@ def test_the_command_prints_line_by_line_and_says_by_its_status(
     assert "WRONG data: " in capsys.readouterr().out
     assert site.main([*given[:3], "--config", "data=x"]) == 1 and "--config" in capsys.readouterr().err
     assert site.main(["check", "--app", "checked_clinic:model"]) == 1 and "fedppl.Site" in capsys.readouterr().err
+
+
+def test_the_command_on_the_page_is_that_command(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    (command,) = page.blocks(page.ROOT / "docs" / "install_at_a_hospital.md", "bash")
+    python, *words = shlex.split(command.replace("\\\n", " "))
+    assert (python, words[:2]) == ("python", ["-m", "fedppl.site"])
+    asked: list[Any] = []
+    monkeypatch.setattr(site, "_check", lambda given: asked.append(given) or 0)
+    assert site.main(words[2:]) == 0
+    assert asked[0].app == "clinics.site:app" and set(site._config(asked[0].config)) == {"data", "policy", "folder"}
 
 
 def test_a_flower_app_is_looked_at_as_the_site_that_it_is(place: Place) -> None:
