@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import datetime
 import importlib
-import json
 import logging
 import logging.handlers
 import os
@@ -34,7 +33,7 @@ from fedppl.engine.secure import IDENTITY, ROSTER, SERVER, read_server, set_serv
 from fedppl.engine.secure import add_to_roster as add
 from fedppl.engine.secure import make_identity as make
 from fedppl.engine.secure import read_keys as read
-from fedppl.settings import shown, some_of
+from fedppl.settings import one_line, shown, some_of
 from fedppl.storage import store as _store
 from fedppl.storage.signed import Memory, key_path, owner_key, reason
 from fedppl.types import DataError, DeclarationError
@@ -49,6 +48,7 @@ _LEAST_FREE = (
 )  # bytes of the folder's disk: a run keeps some tens of MB, and a site with a full disk answers nothing
 _AHEAD = 300.0  # seconds by which a time may lie in the future, as the clocks of file servers do
 _MOST_LEVELS = 12  # of a column that are shown
+_LONGEST = 2000  # characters of a text that a server would be told, as far as they are shown
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -287,11 +287,13 @@ def _data(node: Node, config: Mapping[str, Any]) -> str:
     said = []
     for name, values in table.items():
         array = np.ma.filled(np.ma.asarray(values, dtype=object), np.nan) if np.ma.isMaskedArray(values) else values
-        column = pd.Series(np.asarray(array).reshape(len(array), -1)[:, 0] if np.ndim(array) else [array])
-        known = column.dropna()
-        levels = sorted(known.astype(str).unique()) if known.nunique() <= _MOST_LEVELS else []
-        what = f"levels {', '.join(levels)}" if levels else f"{known.nunique()} values"
-        said.append(f"\n        {name}: {len(column)} rows, {len(column) - len(known)} missing, {what}")
+        cells = np.atleast_1d(np.asarray(array))
+        for k, part in enumerate(columns := cells.reshape(len(cells), -1).T):
+            known = (column := pd.Series(part)).dropna()
+            levels = sorted(known.astype(str).unique()) if known.nunique() <= _MOST_LEVELS else []
+            what = f"levels {', '.join(levels)}" if levels else f"{known.nunique()} values"
+            place = f"{name}[{k}]" if len(columns) > 1 else name
+            said.append(f"\n        {place}: {len(column)} rows, {len(column) - len(known)} missing, {what}")
     query = f"query {node.query}; " * bool(node.query)
     return f"{query}{len(table)} columns{''.join(said)}"
 
@@ -303,10 +305,15 @@ def _told(node: Node, config: Mapping[str, Any]) -> str:
     from fedppl.sites.site_agreement import waits
 
     model, loaded, heard = node.model, node.load_data(config), logging.handlers.BufferingHandler(1000)
+    before = ""
     if waits(model):  # of other sites' rows nothing is known here
+        fewest = policy.fewest(node.policy, 1)
+        before = (
+            f", and before that summaries of columns, of {fewest:g} rows or more, by which sites agree on a formula"
+        )
         model = agree(model, {node.client_id(config) or "site": loaded}).model
     logger = logging.getLogger("fedppl")
-    before, logger.propagate = logger.propagate, False
+    passes_on, logger.propagate = logger.propagate, False
     logger.addHandler(heard)
     try:
         with tempfile.TemporaryDirectory() as copy:
@@ -315,13 +322,13 @@ def _told(node: Node, config: Mapping[str, Any]) -> str:
             arrays, texts = introduce(alone, config, Memory(lambda name: None, lambda name, raw: None), {})
     finally:
         logger.removeHandler(heard)
-        logger.propagate = before
+        logger.propagate = passes_on
     if "error" in texts:
         causes = [str(record.exc_info[1]) if record.exc_info else record.getMessage() for record in heard.buffer]
         raise DataError(f"{texts['error']}. At the site alone: {'; '.join(dict.fromkeys(causes))}")
     numbers = [f"\n        {name}: {array.size} numbers, of the declaration" for name, array in arrays.items()]
-    words = [f"\n        {name}: {json.dumps(text)[1:-1]}" for name, text in texts.items() if name != "client_id"]
-    return f"{texts['client_id'] or 'no name'}, and nothing of the rows{''.join([*words, *numbers])}"
+    words = [f"\n        {name}: {one_line(text, _LONGEST)}" for name, text in texts.items() if name != "client_id"]
+    return f"it is {texts['client_id'] or 'without a name'}{before}{''.join([*words, *numbers])}"
 
 
 def _copied(folder: Path, copy: Path) -> Path:
