@@ -119,7 +119,7 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
             quality = f"Pareto k {k:.2f} (limit {settings.pareto_limit}), relative ESS {relative:.2f}"
         remedy = "Raise points=, set fallback=True, or start EP with warm_start=True"
         raise LocalFailure(f"{quality}: q and this client's factor hardly overlap. {remedy}")
-    sample = _student_sample(target, settings)
+    sample = _student_sample(target, settings.pareto_limit)
     if sample is None:
         client.view(_warn_of_nuts)
     moments, step = (_student_moments(sample), 1.0) if sample is not None else (NUTS().tilted(target, rng), 2.0)
@@ -145,7 +145,7 @@ def _warn_of_nuts(client: ClientView) -> None:
     )
 
 
-def _student_sample(target: Target, settings: _Settings) -> StudentSample | None:
+def _student_sample(target: Target, limit: float) -> StudentSample | None:
     """Weighted points of the tilted distribution of φ; None where they cannot be trusted."""
     client, global_, cavity, share = target
     mode = _tilted_mode(target)
@@ -155,7 +155,7 @@ def _student_sample(target: Target, settings: _Settings) -> StudentSample | None
         with np.errstate(over="ignore", invalid="ignore"):  # far out, infinite is the right answer
             return _marginal.values(client, draws, center, share) + gaussian.log_kernel(cavity, draws)
 
-    return sample(log_density, center, covariance, stream_of(client.client_id), settings.pareto_limit)
+    return sample(log_density, center, covariance, stream_of(client.client_id), limit)
 
 
 def _student_moments(sample: StudentSample) -> Moments:
@@ -167,6 +167,17 @@ def _student_moments(sample: StudentSample) -> Moments:
         "mc_error": sample.error,
     }
     return moments_of(*sample.moments, importance.skewness(sample.points, weights), quality)
+
+
+def own_posterior(client: ClientView, prior_share: float) -> tuple[Array, Array] | None:
+    """Mean (m,) and covariance of φ by a client's rows under the prior alone; None where no mode is found.
+
+    By importance sampling about the mode; where few points have all the weight, by the curvature there.
+    """
+    prior = client.prior.gaussian
+    target = Target(client, prior, prior, prior_share)
+    points = _student_sample(target, tol.OWN_PARETO)
+    return _tilted_mode(target) if points is None else tuple(points.moments[:2])
 
 
 def _tilted_mode(target: Target) -> tuple[Array, Array] | None:
@@ -205,7 +216,7 @@ def draw(target: Target, draws: int, chains: int, rng: Rng, *, settings: _Settin
     outside = share * client.prior.log_ratio(phi) - gaussian.log_kernel(gaussian.quotient(global_, cavity), phi)
     phi, theta, log_weights = _with_local(client, phi, mean, outside, rng)
     if importance.pareto_k(log_weights) > settings.pareto_limit and settings.fallback:
-        sample = _student_sample(target, settings)
+        sample = _student_sample(target, settings.pareto_limit)
         if sample is not None:
             step, phi = 1.0, sample.points
             outside = share * client.prior.log_ratio(phi) + gaussian.log_kernel(cavity, phi) - sample.log_proposal
