@@ -176,8 +176,12 @@ def own_posterior(client: ClientView, prior_share: float) -> tuple[Array, Array]
     """
     prior = client.prior.gaussian
     target = Target(client, prior, prior, prior_share)
-    points = _student_sample(target, tol.OWN_PARETO)
-    return _tilted_mode(target) if points is None else tuple(points.moments[:2])
+    try:
+        points = _student_sample(target, tol.OWN_PARETO)
+    except LocalFailure as error:
+        logger.warning("client %s has no posterior of its own: %s", client.client_id, error)
+        return None
+    return _tilted_mode(target) if points is None else (points.moments.mean, points.moments.covariance)
 
 
 def _tilted_mode(target: Target) -> tuple[Array, Array] | None:

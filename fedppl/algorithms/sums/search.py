@@ -220,8 +220,8 @@ def _reply(about: Array, along: Array, ray: Array) -> Message:
 def alone(client: ClientView, prior_share: float) -> Array:
     """Linear part and packed precision of a client's own posterior divided by the prior, in prior sds; 0 without one.
 
-    The client takes it about its own mode, which nobody learns: an expansion at a common point would say little of
-    other places.
+    It lies about the client's own mode: an expansion at a common point would say little of other places. By moments,
+    since at modes each client would say that a spread between clients is all but 0.
     """
     prior, m = client.prior.gaussian, client.shared_size
     own = own_posterior(client, prior_share)
@@ -229,7 +229,9 @@ def alone(client: ClientView, prior_share: float) -> Array:
         return np.zeros(m + m * (m + 1) // 2)
     mean, root = gaussian.affine(prior)
     precision = root.T @ np.linalg.inv(own[1]) @ root
-    return np.concatenate([precision @ np.linalg.solve(root, own[0] - mean), gaussian.pack_triangle(precision - np.eye(m))])
+    return np.concatenate(
+        [precision @ np.linalg.solve(root, own[0] - mean), gaussian.pack_triangle(precision - np.eye(m))]
+    )
 
 
 def together(prior: Gaussian, total: Array) -> Gaussian:

@@ -151,7 +151,7 @@ def Sums(
             _details,
             preliminary=lambda state: isinstance(state.phase, Search | Alone),
             tests_convergence=True,
-            resume=_resume,
+            resume=functools.partial(_resume, pilot=pilot),
         ),
         needs=contracts.Needs(_LOCAL.check),
         disclosure=contracts.Disclosure(
@@ -174,7 +174,8 @@ def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, starts: int, ex
     share = 0.0 if layout.prior_is_gaussian else 1.0 / len(clients)
     phase: Search | Alone = _search.begin(layout, len(clients), starts, stream)
     if exchanges is not None:
-        phase = Alone(About(layout.prior, layout.prior, layout.labels, len(clients) > tol.MANY_CLIENTS, True))
+        many = len(clients) > tol.MANY_CLIENTS
+        phase = Alone(About(layout.prior, layout.prior, layout.labels, many, hurried=not many))
     return SumsState(clients, share, layout.prior, phase, 0, stream % tol.FIT_STREAMS, False, exchanges)
 
 
@@ -186,12 +187,14 @@ def _at_sites(state: SumsState, *, by_number: bool) -> SumsState:
     return state._replace(phase=search if by_number else search._replace(starts=None, scan=None))
 
 
-def _resume(first: SumsState, last: SumsState) -> SumsState:
-    """Begin the search where another fit had its posterior."""
-    if isinstance(first.phase, Alone) or isinstance(last.phase, Search) or not gaussian.is_proper(last.phase.about.q):
+def _resume(first: SumsState, last: SumsState, *, pilot: int) -> SumsState:
+    """Begin the search, or the pilot, where another fit had its posterior."""
+    if isinstance(last.phase, Search | Alone) or not gaussian.is_proper(q := last.phase.about.q):
         return first
+    if isinstance(first.phase, Alone):  # own posteriors would say less
+        return _begun(first, first.phase.about._replace(q=q), pilot, None)[0]
     assert isinstance(first.phase, Search)
-    return first._replace(phase=_search.begin_at(first.phase, gaussian.mean(last.phase.about.q)))
+    return first._replace(phase=_search.begin_at(first.phase, gaussian.mean(q)))
 
 
 # Messages and replies ------------------------------------------------------------------------------------------------
@@ -247,7 +250,7 @@ def _update_client(client: ClientView, personal: None, message: Message, rng: Rn
 def _of_stack(stack: Stacked, message: Message, workers: int, inside: Array | None = None) -> Summed:
     """The sum of what the clients of a stack answer."""
     if float(message["alone"]) > 0:
-        share, each = float(message["prior_share"]), range(len(stack))
+        share = float(message["prior_share"])
         own = integrate.in_parts(lambda k: _search.alone(stack.client(k.start), share), len(stack), 1, workers)
         return Summed({"alone": np.sum(own, axis=0), "answered": np.array(float(len(own)))}, len(own), {})
     points, center = (np.asarray(message[name], dtype=float) for name in ("points", "center"))
