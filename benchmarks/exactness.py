@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import logging
 import sys
@@ -39,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fedppl
 from benchmarks._exactness import eight_schools, models, more_models, tools
 from benchmarks._exactness.models import Problem
-from benchmarks._exactness.reference import found_again
+from benchmarks._exactness.reference import found_again, of_clients
 from benchmarks._exactness.reference import reference as of_pooled
 from examples import trial
 from fedppl.types import Array
@@ -77,7 +76,8 @@ def main(argv: list[str] | None = None) -> None:
     if "exchanges" in options.parts:
         made = (make() for makes in _PROBLEMS.values() for make in makes if make.__name__ in options.models)
         every = ((p.name, fedppl.FederatedModel(p.builder(), p.shared_names()), p.clients) for p in made)
-        line["exchanges"] = [_in_few(*one, options.seed) for one in itertools.chain(_trials(), every)]
+        line["exchanges"] = [_in_few(*one, options.seed, options.draws // 2) for one in _trials()]
+        line["exchanges"] += [_in_few(*one, options.seed) for one in every]
     print(json.dumps(line))
 
 
@@ -86,11 +86,17 @@ def _trials() -> Iterator[tuple[str, fedppl.FederatedModel, dict[str, Any]]]:
     for outcome in trial.FORMULAS:
         of = trial.simulate(np.random.default_rng(3))
         clients: dict[str, Any] = {str(name): rows for name, rows in of.table.groupby("site")}
-        yield f"trial, {outcome}", trial.declared(outcome), clients | {"Kiel": trial.told(of.elsewhere, outcome)}
+        clients |= {trial.TELLS_ESTIMATES: trial.told(of.elsewhere, outcome)}
+        yield f"trial, {outcome}", fedppl.agree(trial.declared(outcome), clients).model, clients
 
 
-def _in_few(name: str, model: fedppl.FederatedModel, clients: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Largest z and r of shared coordinates, in at most 4 exchanges, and in 5 and 6 where these do not do."""
+def _in_few(
+    name: str, model: fedppl.FederatedModel, clients: dict[str, Any], seed: int, draws: int = 0
+) -> dict[str, Any]:
+    """Largest z and r of shared coordinates, in at most 4 exchanges, and in 5 and 6 where these do not do.
+
+    Against a fit in as many as it takes, and against so many draws of each chain of nutpie.
+    """
     seconds, whole = _timed(lambda: fedppl.fit(model, clients, fedppl.Sums(), progressbar=False, random_seed=seed))
     mean, sd = _moments(whole)
     rows = []
@@ -108,6 +114,10 @@ def _in_few(name: str, model: fedppl.FederatedModel, clients: dict[str, Any], se
     for most, status, taken, points, far, low, high, took in rows:
         text = f"{status} in {taken}, {points} points, |z| {far:.3f} r {low:.3f} to {high:.3f}, {took:.0f} CPU-s"
         print(f"  at most {most}: {text}", flush=True)
+    if draws:
+        theirs, ess = of_clients(list(model.enrol(clients).values()), whole.posterior, draws, seed)
+        told = _told(own, spread[:, None] * np.eye(len(spread)) * spread, theirs)
+        print(f"  against nutpie (ESS {ess:.0f}): {dict(zip(fit.layout.labels, told, strict=True))}", flush=True)
     return {"model": name, "status": whole.status.value, "exchanges": len(whole.records), "in_few": rows}
 
 

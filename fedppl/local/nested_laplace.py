@@ -192,7 +192,8 @@ def _tilted_mode(target: Target) -> tuple[Array, Array] | None:
     phi, radius = gaussian.mean(global_), 1.0
     for _ in range(tol.TILTED_STEPS):
         try:
-            expansion = _marginal.expand(client, phi, share)
+            with np.errstate(invalid="ignore"):  # far out there may be no density: then there is no expansion
+                expansion = _marginal.expand(client, phi, share)
         except LocalFailure:
             return None
         precision = cavity.precision - expansion.hessian
