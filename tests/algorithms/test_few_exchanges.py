@@ -16,7 +16,7 @@ from fedppl.algorithms import tolerances as tol
 from fedppl.algorithms.sums import phases, search
 from fedppl.contracts import OnlySums, Received
 from fedppl.testing import normal_means
-from tests.algorithms.test_few_means import data_of
+from tests.algorithms.test_few_means import PRIORS, data_of, sd_of_mean
 from tests.algorithms.test_sums import WARDS, by_quadrature, hospitals
 from tests.support import problems
 from tests.support.states import updated
@@ -101,20 +101,32 @@ def test_a_fit_goes_on_from_another_without_own_posteriors() -> None:
     assert "alone" not in str(again.idata["rounds"]["released"].values)
 
 
-def few_means(y: Any) -> pm.Model:
+def few_means(prior: str) -> fedppl.FederatedModel:
     """Rows about a client's level, levels about a mean, whose sd hardly anything tells."""
-    with pm.Model() as model:
-        mu, tau, sigma = pm.Normal("mu", 0, 1000), pm.HalfCauchy("tau", 5), pm.HalfCauchy("sigma", 5)
-        pm.Normal("obs", pm.Normal("level", mu, tau), sigma, observed=pm.Data("y", y))
-    return model
+
+    def builder(y: Any) -> pm.Model:
+        with pm.Model() as model:
+            mu, tau, sigma = pm.Normal("mu", 0, 1000), PRIORS[prior][0](), pm.HalfCauchy("sigma", 5)
+            pm.Normal("obs", pm.Normal("level", mu, tau), sigma, observed=pm.Data("y", y))
+        return model
+
+    return fedppl.FederatedModel(builder, ["mu", "tau", "sigma"])
 
 
-def test_a_fit_that_would_need_more_is_stalled_and_says_so() -> None:
-    model = fedppl.FederatedModel(few_means, ["mu", "tau", "sigma"])
+def test_a_mean_of_three_clients_has_its_sd() -> None:
+    data = data_of([3, 4, 5])
+    found = fit(few_means("half-Cauchy"), data, fedppl.Sums(exchanges=4))
+    assert found.status.value == "converged" and len(found.records) <= 4
+    exact = sd_of_mean(data, PRIORS["half-Cauchy"][1], np.exp(np.linspace(-16, 14, 1200)))
+    assert_allclose(found.summary().loc["mu", "sd"] / exact, 1.0, atol=0.05)
+
+
+@pytest.mark.parametrize(("prior", "sizes", "most"), [("uniform", [3, 4, 5, 6], 6), ("half-Cauchy", [3, 4, 5], 3)])
+def test_a_fit_that_would_need_more_is_stalled_and_says_so(prior: str, sizes: list[int], most: int) -> None:
     with pytest.warns(ConvergenceWarning, match="exchanges="):
-        found = fit(model, data_of([3, 4, 5]), fedppl.Sums(exchanges=3, points=64, pilot=64))
-    assert found.status.value == "stalled" and len(found.records) == 3
-    assert "exchanges=3" in found.message
+        found = fit(few_means(prior), data_of(sizes), fedppl.Sums(exchanges=most))
+    assert found.status.value == "stalled" and len(found.records) == most
+    assert f"exchanges={most}" in found.message
 
 
 def test_a_fit_that_ends_in_its_pilot_is_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
