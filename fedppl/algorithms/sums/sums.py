@@ -350,6 +350,7 @@ def _update_server(
         return after, report
     if isinstance(after.phase, Weighing):
         after = after._replace(phase=Weighed(*after.phase[:3], None, False, False))
+    assert isinstance(report.info, SumsInfo)
     message = f"exchanges={exchanges} are over: raise exchanges=, or leave it out"
     return _reported(after, report.info, "; ".join(filter(None, (message, report.message))))
 
