@@ -37,7 +37,6 @@ from fedppl.engine import secure
 from fedppl.numerics.streams import client_seed
 from fedppl.sites import masks, node, wire
 from fedppl.sites.decode import Parcel
-from fedppl.storage.signed import file_memory
 
 _REPEATS = 5  # of the requests of a fit, each time in a run of its own
 _HEADER = 128  # bytes before an array's numbers in NumPy's format
@@ -162,7 +161,7 @@ def set_up(here: node.Node, others: dict[str, secure.Identity], run: str) -> tup
     greetings = [masks.unpack_greeting(greets[1], "site 0"), *map(secure.greeting, keys.values())]
     texts = {**asked, **masks.pack_cohort(greetings)}
     started = time.process_time()
-    joins = node.join(here, {}, file_memory(here.folder), texts)
+    joins = node.join(here, {}, None, texts)
     cpu += time.process_time() - started
     part = masks.unpack_part(joins[1], "site 0")
     roster = site.read(here.secure).roster
@@ -184,7 +183,7 @@ def rounds(here: node.Node, run: str, messages: Sequence[Any], counts: dict[str,
         arrays, texts = wire.pack_request(request)
         parcel: Parcel = arrays, {**texts, **(counts if number == 1 else {})}
         started = time.process_time()
-        told = node.answer_request(here, {}, file_memory(here.folder), parcel)
+        told = node.answer_request(here, {}, None, parcel)
         cpu += time.process_time() - started
         if not isinstance(reply := wire.unpack_reply(*told), Reply):
             raise RuntimeError(f"the site does not answer: {reply}")

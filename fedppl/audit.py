@@ -1,94 +1,44 @@
-"""A site's audit log: JSON lines, each with the digest of the one before. ``python -m fedppl.audit FILE`` checks it.
+"""A site's audit log, lines of JSON in its file, each with the digest of the one before.
 
-The check compares the log with the account beside it, `ledger.json`, which shows whether the log's end was cut off.
+``python -m fedppl.audit FOLDER`` checks the chain from its first line to the last, and the account beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import datetime
-import hashlib
-import json
+import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from fedppl.storage.signed import read_account, write_account, write_through
+from fedppl.storage import store as _store
+from fedppl.storage.signed import open_to_write, reason, write_through
+from fedppl.storage.store import Head
 from fedppl.types import DataError, DeclarationError
-
-_START = hashlib.sha256(b"fedppl audit log 1\n").hexdigest()
-
-
-class Head(NamedTuple):
-    """Number of lines of a log, and the digest of the last."""
-
-    length: int = 0
-    digest: str = _START
-
-
-def append(path: str | os.PathLike[str], entry: Mapping[str, Any], after: Head | None = None) -> Head:
-    """Append one line, on the disk when this returns; the caller holds the site's lock.
-
-    The entry is JSON, and must not have the names ``line``, ``time``, ``before`` and ``digest``. `after` is the log's
-    head; without it the log is read. Raises `DataError` if the log is broken, `OSError` if it cannot be written.
-    """
-    before = head(path) if after is None else after
-    time = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    record = {"line": before.length + 1, "time": time, **entry, "before": before.digest}
-    assert "digest" not in record
-    record["digest"] = _digest(record)
-    with Path(path).open("ab") as file:
-        if os.name == "posix":
-            os.fchmod(file.fileno(), 0o600)
-        write_through(file, json.dumps(record).encode() + b"\n")
-    return Head(before.length + 1, str(record["digest"]))
-
-
-def drop_torn(path: str | os.PathLike[str]) -> int:
-    """Cut off an unfinished last line; return how many bytes it had."""
-    with Path(path).open("r+b") as file:
-        raw = file.read()
-        whole = raw.rfind(b"\n") + 1
-        if whole < len(raw):
-            file.truncate(whole)
-            write_through(file, b"")
-        return len(raw) - whole
 
 
 def lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the lines, and raise DataError at the first that does not follow from the one before."""
-    before = Head()
-    with Path(path).open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                line = json.loads(raw)
-                known = {name: value for name, value in line.items() if name != "digest"}
-                # Byte by byte as `append` writes it: a key that stands twice would be read by programs only once.
-                is_ours = raw == json.dumps({**known, "digest": _digest(known)}).encode() + b"\n"
-                holds = is_ours and (line.get("line"), line.get("before")) == (number, before.digest)
-            except (ValueError, RecursionError, AttributeError):
-                holds = False
-            if not holds:
-                where = f"{str(path)!r} is broken at line {number}"
-                raise DataError(f"{where}: it or one before was changed, removed or cut; keep it, and find out which.")
-            before = Head(number, line["digest"])
-            yield line
+    """Yield the lines of a site's folder, or of a file of lines that were written out of one.
+
+    Raises `DataError` at the first line that does not follow from the one before. A file may begin after other lines.
+    """
+    if Path(path).is_dir():
+        with _store.reading(Path(path)) as store:
+            yield from _of_store(store)
+        return
+    with Path(path).open(encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+        records = (record.removesuffix("\n") for record in file)
+        first = next(records, None)
+        if first is not None:
+            yield from _store.followed(itertools.chain([first], records), _store.before(first), repr(str(path)))
 
 
-def head(path: str | os.PathLike[str]) -> Head:
-    """Check a log from its first line to its last; a missing log is empty."""
-    last = Head()
-    if Path(path).exists():
-        for line in lines(path):
-            last = Head(line["line"], line["digest"])
-    return last
-
-
-def _digest(line: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
+def _of_store(store: _store.Store) -> Iterator[dict[str, Any]]:
+    """The lines of a site's file, whose last is that of the account."""
+    return _store.followed(_store.records(store), store.account[0].base, store.shown)
 
 
 class _Tally:
@@ -139,85 +89,76 @@ def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "none"
 
 
-def _begin_anew(path: Path) -> None:
-    """Move an unbroken log away, and let the account go on with an empty one."""
-    account = _account_of(path)
-    if not account.is_file():
-        raise DataError(f"{str(path)!r} has no {account.name} beside it, which would go on: put it back.")
-    content = read_account(account)
-    last = head(path)
-    if content["lines"] > last.length:
-        raise DataError(f"{str(path)!r} lacks line {content['lines']}, which was written.")
-    aside = path.with_name(f"{path.stem}-{last.digest[:12]}{path.suffix}")
-    os.rename(path, aside)
-    path.touch(mode=0o600)
-    write_account(account, {**content, "lines": 0, "head": Head().digest})
-    print(f"{last.length} lines are in {str(aside)!r}; last digest: {last.digest}")
+def _written(store: _store.Store, target: Path) -> None:
+    """Write the lines to a new file, which nobody else may read."""
+    with open_to_write(target, os.O_EXCL) as file:
+        for record in _store.records(store):
+            file.write(record.encode() + b"\n")
+        write_through(file, b"")
 
 
-def _account_of(path: Path) -> Path:
-    return path.with_name("ledger.json")
+def _rotate(folder: Path, target: Path) -> None:
+    """Move all lines to a new file; the chain goes on from the last of them, and so does the account."""
+    with _store.changing(folder) as store:
+        _check(_of_store(store), store)
+        _written(store, target)
+        _store.rotate(store)
 
 
-def _account(path: Path) -> tuple[Head, int] | None:
-    """The log's head, and answered requests, by the account beside it; None without one, DataError if it is damaged."""
-    account = _account_of(path)
-    if not account.is_file():
-        return None
-    content = read_account(account)
-    try:
-        requests = sum(int(client["requests"]) for client in content["clients"].values())
-        return Head(int(content["lines"]), str(content["head"])), requests
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"{str(account)!r} is no account of a site ({type(error).__name__})") from error
+def _check(lines: Iterator[Mapping[str, Any]], store: _store.Store | None) -> None:
+    """Print a summary, or raise DataError where a line or the account is not what it should be."""
+    tally, last, counted, first = _Tally(), 0, None, 0
+    digest = ""
+    for line in lines:
+        first, last, digest, counted = first or line["line"], line["line"], line["digest"], line.get("requests")
+        try:
+            tally.add(line)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise DataError(f"line {last} is none of a site's ({type(error).__name__})") from error
+    if store is not None:
+        account, known = store.account[0], _store.requests(store)
+        counted, last, digest = (counted, last, digest) if last else (account.requests, *account.base)
+        if counted != known:
+            raise DataError(f"{store.shown} counts {known} requests, its log {counted}")
+        for part in range(_store.PARTS):
+            _store.rows(store, part)
+    print(f"{last - first + bool(first)} lines, the chain holds; {len(tally.runs)} runs")
+    if first > 1:
+        print(f"line {first} follows another that was moved away")
+    if store is None:
+        print("no account beside it: whether lines were cut off at the end is not known")
+    print("\n".join(tally.summary()))
+    print(f"last digest: {digest or Head().digest}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Check a log and print a summary; 0 where it holds, 1 where it is broken."""
-    parser = argparse.ArgumentParser(prog="python -m fedppl.audit", description="Check a site's audit log.")
-    parser.add_argument("file", type=Path, help="audit.jsonl in a site's folder; the account beside it is checked too")
-    parser.add_argument("--begin-anew", action="store_true", help="move the log aside; the account goes on")
+    parser = argparse.ArgumentParser(prog="python -m fedppl.audit", description="Check a site's audit log and account.")
+    parser.add_argument("path", type=Path, help="a site's folder, or a file of lines that --export or --rotate wrote")
+    also = parser.add_mutually_exclusive_group()
+    also.add_argument("--export", type=Path, metavar="FILE", help="write the lines to a new file too")
+    also.add_argument("--rotate", type=Path, metavar="FILE", help="move the lines to a new file; the chain goes on")
     given = parser.parse_args(argv)
     try:
-        if not given.file.is_file():
-            raise DeclarationError(f"{str(given.file)!r} is no file; name audit.jsonl in a site's folder")
-        _begin_anew(given.file) if given.begin_anew else _check(given.file)
+        if given.rotate:
+            _rotate(given.path, given.rotate)
+        elif given.path.is_file():
+            _check(lines(given.path), None)
+        else:
+            with _store.reading(given.path) as store:
+                _check(_of_store(store), store)
+                if given.export:
+                    _written(store, given.export)
     except DeclarationError as error:  # of the path or the key, which says nothing about the log
         print(f"not checked: {error}", file=sys.stderr)
         return 1
-    except (OSError, DataError) as error:
+    except OSError as error:
+        print(f"not done: {reason(error)}: {error.filename!r}", file=sys.stderr)
+        return 1
+    except DataError as error:
         print(f"BROKEN: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _check(path: Path) -> None:
-    tally, account, last = _Tally(), _account_of(path), Head()
-    before = _account(path)  # before the log is read and after it: a site may be writing both
-    met = before is None or before[0].length == 0
-    for line in lines(path):
-        last = Head(line["line"], line["digest"])
-        met = met or (before is not None and before[0] == last)
-        try:
-            tally.add(line)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise DataError(f"line {last.length} is none of a site's ({type(error).__name__})") from error
-    after = _account(path)
-    if before is not None and not met:
-        raise DataError(f"{str(path)!r} lacks line {before[0].length}, which was written: it was cut, or put anew")
-    if after is not None:
-        (known, _), requests = after
-        name, counted = str(account), sum(tally.requests.values())
-        # The log is written first: if a process died in between, it has one request and two lines more.
-        if counted > requests + 1:
-            raise DataError(f"{name!r} counts {requests} requests, the log {counted}")
-        if last.length > known + 2:
-            raise DataError(f"{name!r} knows {known} lines of the log, which has {last.length}: it is an earlier one")
-    print(f"{last.length} lines, the chain holds; {len(tally.runs)} runs")
-    if after is None:
-        print(f"no {account.name} beside it: whether lines were cut off at the end is not known")
-    print("\n".join(tally.summary()))
-    print(f"last digest: {last.digest}")
 
 
 if __name__ == "__main__":

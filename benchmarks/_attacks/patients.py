@@ -28,7 +28,7 @@ from fedppl import gaussian
 from fedppl.algorithms.ep.warm_start import along
 from fedppl.contracts import Request
 from fedppl.engine.few_rows import _vectors, refuse_model
-from fedppl.engine.guard import Guard, Ledger, admit, in_memory, refuse_data
+from fedppl.engine.guard import NONE, Ledger, Runs, admit, in_memory, refuse_data
 from fedppl.engine.policy import Policy
 from fedppl.model.row_scores import slopes
 from fedppl.numerics.concentration import by_column, share_of_units
@@ -336,11 +336,11 @@ def refused(declared: Any, data: Mapping[str, Any], *, rules: Policy | None = No
     entries: list[str] = []
     own = in_memory(rules or Policy(), "a")
 
-    def write(ledger: Ledger, entry: Mapping[str, Any]) -> None:
-        own.write(ledger, {})
+    def write(ledger: Ledger, entry: Mapping[str, Any], runs: Runs = NONE) -> None:
+        own.write(ledger, {}, runs)
         entries.extend([str(entry["refused"])] if entry.get("refused") else [])
 
-    guard, algorithm = Guard(own.policy, own.read, write), fedppl.EP()
+    guard, algorithm = own._replace(write=write), fedppl.EP()
     client = declared.enrol({"a": data}, kernel=False)["a"]
     if refuse_data(guard, client, algorithm):
         return entries[0].partition(":")[0]

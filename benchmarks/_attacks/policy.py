@@ -21,7 +21,7 @@ from scipy.optimize import least_squares, linear_sum_assignment
 from scipy.special import expit
 
 import fedppl
-from fedppl import privacy
+from fedppl import audit, privacy
 from fedppl.algorithms.tolerances import LENGTHS
 from fedppl.contracts import Reply, Request
 from fedppl.engine.policy import Policy, refuse_release
@@ -30,7 +30,6 @@ from fedppl.local.target import pack_target
 from fedppl.sites import conclusions as _ending
 from fedppl.sites import node as _node
 from fedppl.sites import wire as _wire
-from fedppl.storage import signed as _memory
 
 _PRIOR_SD = 2.5
 _FOUND = 1e-3  # of a row's norm
@@ -68,7 +67,7 @@ class Server:
         """Send a request of one nonce; None where it is refused."""
         assert self.site.folder is not None
         request = Request("a", 7, number, (1,), message, run)
-        parcel = _node.answer_request(self.site, {}, _memory.file_memory(self.site.folder), _wire.pack_request(request))
+        parcel = _node.answer_request(self.site, {}, None, _wire.pack_request(request))
         reply = _wire.unpack_reply(*parcel)
         self.asked += 1
         self.refused += not isinstance(reply, Reply)
@@ -138,7 +137,7 @@ def _far_probes(quick: bool) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             server = Server(Path(folder), rules, data)
             found = probe(server, 2, 40, increasing=increasing)
-            lines = [json.loads(line) for line in (Path(folder) / "audit.jsonl").read_text().splitlines()]
+            lines = list(audit.lines(Path(folder)))
         refused = [line["refused"] for line in lines if line["event"] == "request"]
         figures[f"policy_prober_{name}_rows_found"] = _recovered(found, z)
         figures[f"policy_prober_{name}_first_refused"] = next(i for i, r in enumerate(refused, 1) if r)
@@ -318,11 +317,10 @@ def _conclusions() -> dict[str, Any]:
         for i in range(100):
             narrow = Gaussian(q.linear + i, q.precision * (1 + i))
             texts = {"client_id": "a", "run": "run", "seed": str(i), "status": "converged"}
-            memory = _memory.file_memory(Path(folder))
-            arrays, told = _ending.conclude(server.site, {}, memory, (pack_target(narrow, narrow, 0.0), texts))
+            arrays, told = _ending.conclude(server.site, {}, None, (pack_target(narrow, narrow, 0.0), texts))
             numbers = {name: np.asarray(value).tolist() for name, value in arrays.items()}
             answers.add(json.dumps([numbers, told]))
-        lines = [json.loads(line) for line in (Path(folder) / "audit.jsonl").read_text().splitlines()]
+        lines = list(audit.lines(Path(folder)))
         drawn = sum(line["event"] == "conclusion" and line["refused"] is None for line in lines)
     return {
         "policy_conclusions_asked": 100,

@@ -21,6 +21,7 @@ import functools
 import itertools
 import json
 import logging
+import sqlite3
 import tempfile
 import time
 import unicodedata
@@ -28,19 +29,20 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import fedppl
-from fedppl import site
+from fedppl import audit, site
 from fedppl.contracts import Reply, Request
 from fedppl.engine import secure
 from fedppl.numerics.streams import client_seed
 from fedppl.sites import masks, node, wire
 from fedppl.sites.decode import Parcel
-from fedppl.storage.signed import file_memory
+from fedppl.storage import store
 from fedppl.testing import normal_means
 from fedppl.types import Message
 
@@ -130,8 +132,8 @@ def _rule(here: World, name: str, lines: int) -> str:
 
 
 def _log(here: World, name: str) -> list[dict[str, Any]]:
-    path = here.folder / f"at {name}" / "audit.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    folder = here.folder / f"at {name}"
+    return list(audit.lines(folder)) if (folder / store.FILE).exists() else []
 
 
 def greeted(here: World, run: str, name: str) -> secure.Greeting:
@@ -145,7 +147,7 @@ def joined(here: World, run: str, name: str, cohort: Sequence[secure.Greeting]) 
     lines, one = len(_log(here, name)), here.nodes[name]
     assert one.folder is not None
     texts = {**masks.ask(name, run), **masks.pack_cohort(cohort)}
-    _, told = node.join(one, {"client-id": name}, file_memory(one.folder), texts)
+    _, told = node.join(one, {"client-id": name}, None, texts)
     return _rule(here, name, lines) if "refused" in told else masks.unpack_part(told, name)
 
 
@@ -172,7 +174,7 @@ def asked(
     seed = (1, 1, client_seed(name)) if seed is None else seed
     arrays, texts = wire.pack_request(Request(name, 7, number, seed, message, run)._replace(**more))
     parcel: Parcel = arrays, {**texts, **masks.pack_parts(counts)}
-    reply = wire.unpack_reply(*node.answer_request(one, {"client-id": name}, file_memory(one.folder), parcel))
+    reply = wire.unpack_reply(*node.answer_request(one, {"client-id": name}, None, parcel))
     if not isinstance(reply, Reply):
         return _rule(here, name, lines)
     assert set(reply.message) == {masks.WORDS} and not reply.info and not reply.reason
@@ -352,9 +354,9 @@ def _a_part_of_the_sites(here: World, run: str, message: dict[str, Any], victim:
 
 
 def _restarted(here: World, run: str, message: dict[str, Any], victim: str, counts: Any) -> list[Words | str]:
-    """The last answer is lost, and the account kept: as where a process dies before it has answered."""
-    for path in (here.folder / f"at {victim}").glob("*.personal"):
-        path.unlink()
+    """Somebody deletes the last answer, and the account is as it was."""
+    with closing(sqlite3.connect(here.folder / f"at {victim}" / store.FILE)) as connection, connection:
+        connection.execute("DELETE FROM state WHERE name LIKE '%.personal'")
     return [asked(here, run, victim, message, counts), asked(here, run, victim, _moved(message), counts)]
 
 

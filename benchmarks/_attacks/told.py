@@ -24,7 +24,6 @@ from fedppl.contracts import Failure, Request
 from fedppl.formulas.agreement import tell
 from fedppl.sites import node as _node
 from fedppl.sites import wire
-from fedppl.storage.signed import file_memory
 from fedppl.types import Array
 
 ROWS = 400
@@ -59,13 +58,12 @@ def answer(folder: Path, rows: Rows, run: str, builder: Callable[..., Any] = log
         1,
         POLICY,
     )
-    memory = file_memory(folder)
-    told = _node.introduce(site, {}, memory, {})[1]
+    told = _node.introduce(site, {}, None, {})[1]
     if "error" in told:
         return str(told["error"])
     message = {"point": np.full(4, 0.1), "move": np.zeros(4), "prior_share": np.array(0.0)}
     request = Request("site", 1, 1, (1,), message, run)
-    reply = wire.unpack_reply(*_node.answer_request(site, {}, memory, wire.pack_request(request)))
+    reply = wire.unpack_reply(*_node.answer_request(site, {}, None, wire.pack_request(request)))
     return reply.reason if isinstance(reply, Failure) else np.asarray(reply.message["gradient"])
 
 
@@ -82,7 +80,7 @@ def between_runs(tries: int) -> dict[str, Any]:
                     one, other = (answer(Path(folder), part, f"run {i}") for i, part in enumerate((first, second)))
                     assert isinstance(one, np.ndarray), one
                     found += isinstance(other, np.ndarray)
-                    last = [line["refused"] for line in audit.lines(Path(folder) / "audit.jsonl") if line["refused"]]
+                    last = [line["refused"] for line in audit.lines(Path(folder)) if line["refused"]]
                     rules |= {rule.partition(":")[0] for rule in last}
     return {"between_runs_answered": found, "between_runs_met": not found and rules == {"changed_rows"}}
 

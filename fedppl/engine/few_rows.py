@@ -388,7 +388,11 @@ _ASIDE = 1e-6  # prior sds, from a point: where a coordinate is 0 slopes may van
 ALONG = 6  # directions: a row's slopes cancel along few of them
 _SHORT = 1e-4  # prior sds, length of the steps along them
 _STEP = 1e-3  # prior sds, of differences
-_NOTHING = 1e-6  # of the largest slope: differences have no more digits
+_NOTHING = (
+    1e-9  # of the largest slope: differences over steps of 1e-3 have 1e-12; − rounding is a row's, + terms missed
+)
+_SMALL = 1e-3  # of slopes' norm: curvatures below are in units of it, so that rounding in them, 1e-12, stays below ...
+_FAINT = 1e-8  # ... this share of the largest direction; − rounding is a direction, + faint terms are missed
 _NO_BEND = 1e-8  # the same along one direction, to which a large entry may contribute little
 _MOST_DIRECTIONS = 30
 _SAME_OUTCOMES = 1e-6  # relative: what differs less is taken for equal
@@ -446,11 +450,14 @@ def _share_between(client: Any, ends: Sequence[Any], x: Array, paths: Array, few
     by_direction = [bend(slopes, scaled, direction) for direction in directions]
     share = 0.0
     for length, row_slopes in slopes.items():
-        size = _NOTHING * np.max(np.abs(row_slopes), initial=0.0)
+        size = np.sqrt(np.max(np.sum(np.square(row_slopes), axis=0), initial=0.0))
         bends = np.stack([changes[length].T for changes in by_direction])  # (directions, m, n)
         for columns, by_size in _columns(client, row_slopes.T, bends):
-            columns *= np.abs(columns) > size
-            share = max(share, by_column(columns, few) if by_size else largest_share(columns, few, enough))
+            if by_size:
+                columns *= np.abs(columns) > _NOTHING * np.max(np.abs(row_slopes), initial=0.0)
+                share = max(share, by_column(columns, few))
+            else:
+                share = max(share, largest_share(columns, few, enough, _FAINT, _SMALL * size))
     return share
 
 

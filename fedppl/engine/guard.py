@@ -23,24 +23,27 @@ from fedppl.engine.few_rows import refuse_model, refuse_points
 from fedppl.engine.policy import Holdings, Policy, Release
 from fedppl.model.interpreted import PYTHON_MODE
 from fedppl.storage import codec as _digest
+from fedppl.storage import store as _store
 from fedppl.types import Array, DeclarationError, Layout, LocalFailure, Message
 
 logger = logging.getLogger(__name__)
 
 REFUSED = "refused by its site; the reason is in the site's own log"  # all that a server learns, whatever the rule
 _FEW_LEFT_OUT = 0.5  # of the points: a search tries points along a line far beyond the step that it takes
+# Lines of what is refused or costs nothing. Beyond this number only those are written whose number is a power of 2: a
+# server may ask any number of times.
+_ALL_OF = 1000
 _OWN = ("inside",)  # arrays that the guard adds to a request
-_AGREEMENT = "agreement "  # prefix of the names of agreements in a ledger
-_DECLARATION = "declaration "  # and of declarations
+_RUN, _AGREEMENT, _DECLARATION, _MEMBERS = "run", "agreement", "declaration", "members"  # kinds of what is counted
 
 
 class Run(NamedTuple):
-    """A client's answers in one run."""
+    """A client's answers in one run; its answer to a declaration, an agreement or a set of sites has a digest."""
 
     round: int = 0  # the last that was admitted
     digest: str = ""  # of that request
     concluded: bool = False
-    conclusion: str = ""  # digest of the message that it is over, where what is told then is under masks
+    cohort: str = ""  # digest of the cohort in whose sums answers leave
 
 
 class Ledger(NamedTuple):
@@ -50,7 +53,10 @@ class Ledger(NamedTuple):
     unknown: int = 0  # those of them whose ε is not known
     spent: float = 0.0  # Σ 1 / z² over the others
     points: int = 0  # at which log densities left
-    runs: Mapping[str, Run] = MappingProxyType({})
+
+
+Runs = Mapping[tuple[str, str], Run]  # by kind and name
+NONE: Runs = MappingProxyType({})
 
 
 class Guard(NamedTuple):
@@ -58,7 +64,9 @@ class Guard(NamedTuple):
 
     policy: Policy
     read: Callable[[], Ledger]
-    write: Callable[[Ledger, Mapping[str, Any]], None]  # the ledger, and a line for the log, which comes first
+    write: Callable[[Ledger, Mapping[str, Any], Runs], None]  # the ledger, a line for the log, and what changed of runs
+    known: Callable[[str, str], Run | None]  # what is counted under a kind and a name
+    alike: Callable[[str], Sequence[Run]]  # all of a kind
     masked: bool = False  # whether replies leave in sums under masks alone
     cohort: Holdings | None = None  # what the cohort of a request has, where it was counted under masks
     sums: in_sums.Sums | None = None  # of rows' vectors over the cohort, where somebody in it fails `few_rows` alone
@@ -66,15 +74,56 @@ class Guard(NamedTuple):
 
 def in_memory(rules: Policy, client_id: str, cohort: Holdings | None = None, sums: in_sums.Sums | None = None) -> Guard:
     """A guard whose account ends with the process, of a client in a cohort or alone; refusals go to Python's log."""
-    ledger = [Ledger()]
+    ledger, known = [Ledger()], dict[tuple[str, str], Run]()
 
-    def write(after: Ledger, entry: Mapping[str, Any]) -> None:
+    def write(after: Ledger, entry: Mapping[str, Any], runs: Runs = NONE) -> None:
         ledger[0] = after
+        known.update(runs)
         if entry.get("refused"):
             logger.warning("client %s refuses a request by %s", client_id, entry["refused"])
 
+    def alike(kind: str) -> list[Run]:
+        return [run for (one, _), run in known.items() if one == kind]
+
     masked = cohort is not None
-    return Guard(policy.resolved(rules, masked=masked), lambda: ledger[0], write, masked, cohort, sums)
+    rules = policy.resolved(rules, masked=masked)
+    return Guard(rules, lambda: ledger[0], write, lambda *key: known.get(key), alike, masked, cohort, sums)
+
+
+def in_store(rules: Policy, store: _store.Store, name: str, *, masked: bool = False) -> Guard:
+    """A guard whose account lies in a site's file, under a client's own name."""
+
+    def read() -> Ledger:
+        return Ledger(*store.account[0].clients.get(name, ()))
+
+    def write(ledger: Ledger, entry: Mapping[str, Any], runs: Runs = NONE) -> None:
+        for (kind, run), answered in runs.items():
+            _store.put(store, name, kind, run, answered)
+        account, is_free = store.account[0], ledger == read() and _is_free(entry)
+        clients = {**account.clients, name: list(ledger)}
+        store.account[0] = account = account._replace(clients=clients, idle=account.idle + is_free)
+        if not entry or (is_free and account.idle > _ALL_OF and account.idle & (account.idle - 1)):
+            return
+        line = {"site": name or entry.get("client") or store.folder.name, **entry}
+        line |= {"refused_or_free": account.idle} if is_free else {}
+        _store.append(store, {**line, "requests": _store.requests(store)})
+        if entry.get("refused"):
+            logger.warning("client %s refuses (%s) by %s", line["site"], entry["event"], entry["refused"])
+
+    def known(kind: str, run: str) -> Run | None:
+        answered = _store.known(store, name, kind, run)
+        return None if answered is None else Run(*answered)
+
+    def alike(kind: str) -> list[Run]:
+        return [Run(*answered) for answered in _store.alike(store, name, kind)]
+
+    return Guard(policy.resolved(rules, masked=masked), read, write, known, alike, masked)
+
+
+def _is_free(entry: Mapping[str, Any]) -> bool:
+    """Whether a line is of what a server may ask any number of times; of nothing where there is no line."""
+    is_answer = entry.get("event") in ("request", "reply", "conclusion") and not entry.get("repeated")
+    return bool(entry) and (not is_answer or bool(entry.get("refused")))
 
 
 def of_query(guard: Guard, digest: str) -> Guard:
@@ -83,8 +132,8 @@ def of_query(guard: Guard, digest: str) -> Guard:
     LocalFailure where the policy does not list the query; no rows are read.
     """
 
-    def write(ledger: Ledger, entry: Mapping[str, Any]) -> None:
-        guard.write(ledger, {**entry, "query": digest} if entry and digest else entry)
+    def write(ledger: Ledger, entry: Mapping[str, Any], runs: Runs) -> None:
+        guard.write(ledger, {**entry, "query": digest} if entry and digest else entry, runs)
 
     asking = guard._replace(write=write)
     if rule := policy.refuse_query(guard.policy, digest):
@@ -98,10 +147,15 @@ def note(guard: Guard, rule: str | None, **entry: Any) -> None:
     _written(guard, guard.read(), rule, **entry)
 
 
-def _written(guard: Guard, ledger: Ledger, rule: str | None, **entry: Any) -> bool:
-    """Write the ledger and a line for the log; whether no rule refuses."""
-    guard.write(ledger, {**entry, "refused": rule})
+def _written(guard: Guard, ledger: Ledger, rule: str | None, runs: Runs = NONE, **entry: Any) -> bool:
+    """Write the ledger, a line for the log, and runs where no rule refuses; whether none does."""
+    guard.write(ledger, {**entry, "refused": rule}, runs if rule is None else NONE)
     return rule is None
+
+
+def _run_of(guard: Guard, name: str) -> Run:
+    """What is known of a run."""
+    return guard.known(_RUN, name) or Run()
 
 
 def digest(request: Request) -> str:
@@ -151,15 +205,8 @@ def _introduction(client: Any) -> dict[str, Any]:
 
 def replayed(guard: Guard, request: Request) -> bool:
     """Whether this is the last request that was answered in its run, as where a server resumes from a checkpoint."""
-    last = guard.read().runs.get(request.run)
-    return last is not None and (last.round, last.digest) == (request.round, digest(request))
-
-
-def reopen(guard: Guard, request: Request) -> None:
-    """Let a request be admitted, and counted, once more where the process was killed before any answer to it left."""
-    ledger = guard.read()
-    last = ledger.runs[request.run]
-    guard.write(_with_run(ledger, request.run, last._replace(round=last.round - 1)), {})
+    last = _run_of(guard, request.run)
+    return (last.round, last.digest) == (request.round, digest(request))
 
 
 def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) -> Request | None:
@@ -180,18 +227,14 @@ def admit(guard: Guard, algorithm: AnyAlgorithm, client: Any, request: Request) 
     after = _charged(ledger, algorithm.disclosure.noise_multiplier)._replace(points=ledger.points + points)
     inside = np.asarray(request.message.get("inside", np.ones(0, dtype=bool)))
     left_out = int(np.sum(~inside))
-    run = Run(request.round, entry["request_digest"])
-    _written(guard, _with_run(after, request.run, run), None, **entry, left_out=left_out)
+    run = _run_of(guard, request.run)._replace(round=request.round, digest=entry["request_digest"], concluded=False)
+    _written(guard, after, None, {(_RUN, request.run): run}, **entry, left_out=left_out)
     if left_out:
         few = left_out <= _FEW_LEFT_OUT * inside.size
         what = "nothing is to be done" if few else "few remain: look at the columns' scales and at rows far out"
         text = "client %s leaves out %d of %d points that it is asked at, by distance and few_rows; %s"
         logger.log(logging.INFO if few else logging.WARNING, text, request.client_id, left_out, inside.size, what)
     return request
-
-
-def _with_run(ledger: Ledger, name: str, run: Run) -> Ledger:
-    return ledger._replace(runs={**ledger.runs, name: run})
 
 
 def _charged(ledger: Ledger, noise: float | None = None, requests: int = 1) -> Ledger:
@@ -213,10 +256,10 @@ def checked(
 ) -> tuple[str | None, Request, int]:
     """The first rule that the request breaks, or None; the request with its allowed points; how many are counted."""
     rules = guard.policy
-    last = ledger.runs.get(request.run, Run())
+    last = _run_of(guard, request.run)
     if request.round <= last.round:
         return f"round: {request.round} comes after {last.round} of this run", request, 0
-    rule = _refuse_name(request.run) or _too_many(rules, ledger) or policy.refuse_algorithm(rules, algorithm)
+    rule = _too_many(rules, ledger) or policy.refuse_algorithm(rules, algorithm)
     rule = rule or policy.refuse_declaration(rules, lambda: client.declaration)
     rule = rule or _of_data(guard, algorithm, client)
     rule = rule or policy.refuse_release(rules, algorithm.disclosure.noise_multiplier, ledger.spent, ledger.unknown)
@@ -249,14 +292,9 @@ def where_asked(algorithm: AnyAlgorithm, layout: Layout, message: Message) -> As
 
 
 def _too_many(rules: Policy, ledger: Ledger) -> str | None:
-    rule = f"requests: {ledger.requests} answered, at most {rules.requests:g} wanted; raise requests= to allow more"
-    return None if ledger.requests < rules.requests else rule
-
-
-def _refuse_name(run: str) -> str | None:
-    """The rule that a run's name breaks which the ledger has for agreements or declarations: it would admit one."""
-    taken = next((one for one in (_AGREEMENT, _DECLARATION) if run.startswith(one)), None)
-    return taken and f"run: its name {run[:60]!r} begins with {taken!r}, by which others are counted; name it otherwise"
+    most = rules.requests or 0
+    rule = f"requests: {ledger.requests} answered, at most {most:g} wanted; raise requests= to allow more"
+    return None if ledger.requests < most else rule
 
 
 def _not_a_share(request: Request) -> str | None:
@@ -323,21 +361,15 @@ def named(event: str, request: Request) -> dict[str, Any]:
 _OF_POINTS = ("points", "weights", "joins")  # of a posterior
 
 
-def concluded(guard: Guard, run: str, asked: str = "") -> bool:
-    """Log that a run is over; False where it was over already, or the client has answered enough.
-
-    `asked` is a digest of a message under masks. The same is admitted again where the process was killed before any
-    answer to it left: an answer that is kept is repeated, and nobody comes here.
-    """
+def concluded(guard: Guard, run: str) -> bool:
+    """Log that a run is over; False where it was over already, or the client has answered enough."""
     ledger = guard.read()
-    is_new, last = run not in ledger.runs, ledger.runs.get(run, Run())
-    is_over = last.concluded and not (asked and asked == last.conclusion)
-    rule = _too_many(guard.policy, ledger) if is_new else "conclusion: this run is over" if is_over else None
-    rule = _refuse_name(run) or rule
-    if rule is None:
-        after = last._replace(concluded=True, conclusion=asked)
-        ledger = _with_run(ledger, run, after)._replace(requests=ledger.requests + is_new)
-    return _written(guard, ledger, rule, event="conclusion", run=run)
+    last = _run_of(guard, run)
+    is_new = not (last.round or last.concluded)
+    rule = _too_many(guard.policy, ledger) if is_new else "conclusion: this run is over" if last.concluded else None
+    ledger = ledger if rule else ledger._replace(requests=ledger.requests + is_new)
+    after = {(_RUN, run): last._replace(concluded=True)}
+    return _written(guard, ledger, rule, after, event="conclusion", run=run)
 
 
 def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Request) -> tuple[str, ...]:
@@ -353,7 +385,7 @@ def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Re
     if not names:
         return ()
     ledger, concludes = guard.read(), algorithm.disclosure.concludes
-    last = ledger.runs.get(request.run, Run())
+    last = _run_of(guard, request.run)
     rule = "conclusion: no request of this run was answered" if not last.round else None
     rule = rule or ("conclusion: the algorithm does not say where it draws" if concludes is None else None)
     target = {name: value for name, value in request.message.items() if name not in _OF_POINTS}
@@ -362,7 +394,7 @@ def tells(guard: Guard, algorithm: AnyAlgorithm, client: ClientView, request: Re
     rule = rule or checked(guard, ledger, concluding, client, as_asked)[0]
     rule = rule or _elsewhere(guard, ledger, client, request)
     ledger = _after_refusal(ledger, rule) if rule else _charged(ledger)
-    entry = {"event": "request", "run": request.run, "client": request.client_id, "asked": list(names)}
+    entry: dict[str, Any] = {"event": "request", "run": request.run, "client": request.client_id, "asked": list(names)}
     return names if _written(guard, ledger, rule, **entry) else ()
 
 
@@ -398,15 +430,15 @@ def admit_declaration(guard: Guard, key: str) -> bool:
 
     Whether it can be built may tell a bit of a row: each but the first counts as a request, and a total ε allows none.
     """
-    name, ledger = f"{_DECLARATION}{key}", guard.read()
-    if name in ledger.runs:
+    if guard.known(_DECLARATION, key):
         return True
-    after = _with_run(ledger, name, Run(1, key, concluded=True))
-    if not any(known_name.startswith(_DECLARATION) for known_name in ledger.runs):
-        guard.write(after, {})  # costs nothing, and has no line
+    ledger, after = guard.read(), {(_DECLARATION, key): Run(1, key, concluded=True)}
+    if not guard.alike(_DECLARATION):
+        guard.write(ledger, {}, after)  # costs nothing, and has no line
         return True
     rule = _ONE_DECLARATION if guard.policy.epsilon is not None else _too_many(guard.policy, ledger)
-    return _written(guard, ledger if rule else _charged(after), rule, event="request", run=name, asked={})
+    run = f"{_DECLARATION} {key}"
+    return _written(guard, ledger if rule else _charged(ledger), rule, after, event="request", run=run, asked={})
 
 
 def refuse_rows(guard: Guard, rows: int | None) -> bool:
@@ -421,18 +453,17 @@ def may_tell(guard: Guard, name: str, client_id: str, columns: Mapping[str, int]
     """Count a client's first summary of columns (name to count of numbers), and log it; False where a rule refuses."""
     ledger, request = guard.read(), Request(client_id, 0, 1, (), {}, name)
     rule = _too_many(guard.policy, ledger) or not_approved(guard.policy, request)
-    entry = {"event": "request", "run": name, "client": client_id, "asked": dict(columns)}
+    entry: dict[str, Any] = {"event": "request", "run": name, "client": client_id, "asked": dict(columns)}
     admitted = _written(guard, ledger if rule else _charged(ledger), rule, **entry)
     return admitted and released(guard, None, request, Reply(client_id, 0, "", arrays, {}))
 
 
 def admit_agreement(guard: Guard, digest: str, client_id: str) -> bool:
     """Count an agreement that a client is sent, once each, since each may tell a bit of rows; False where refused."""
-    name, ledger = f"{_AGREEMENT}{digest}", guard.read()
-    if name in ledger.runs:
-        return ledger.runs[name].digest != _NO_PART
+    if known := guard.known(_AGREEMENT, digest):
+        return known.digest != _NO_PART
+    ledger, earlier = guard.read(), guard.alike(_AGREEMENT)
     rule = _too_many(guard.policy, ledger)
-    earlier = [run for key, run in ledger.runs.items() if key.startswith(_AGREEMENT)]
     if sum(run.digest == _NO_PART for run in earlier) >= _MOST_NO_PARTS:
         rule = f"agreements: {_MOST_NO_PARTS} did not go with the rows here, and each more could tell of one row"
     if guard.policy.epsilon is not None and earlier:
@@ -440,20 +471,18 @@ def admit_agreement(guard: Guard, digest: str, client_id: str) -> bool:
     if rule is None:
         unknown = ledger.unknown + (guard.policy.epsilon is None)  # under a total nothing is looked at
         ledger = ledger._replace(requests=ledger.requests + 1, unknown=unknown)
-        ledger = _with_run(ledger, name, Run(1, digest, concluded=True))
-    return _written(guard, ledger, rule, event="request", run=name, client=client_id, asked={})
+    after = {(_AGREEMENT, digest): Run(1, digest, concluded=True)}
+    entry: dict[str, Any] = {"event": "request", "run": f"{_AGREEMENT} {digest}", "client": client_id, "asked": {}}
+    return _written(guard, ledger, rule, after, **entry)
 
 
 def refuse_agreement(guard: Guard, digest: str, client_id: str, why: str) -> None:
     """Log that an agreement contradicts the client's rows; this tells of them, so that `admit_agreement` bounds it."""
-    name = f"{_AGREEMENT}{digest}"
-    after = _with_run(guard.read(), name, Run(1, _NO_PART, concluded=True))
-    _written(guard, after, f"agreement: {why}", event="agreement", run=name, client=client_id)
+    entry = {"event": "agreement", "run": f"{_AGREEMENT} {digest}", "client": client_id, "refused": f"agreement: {why}"}
+    guard.write(guard.read(), entry, {(_AGREEMENT, digest): Run(1, _NO_PART, concluded=True)})
 
 
 # Cohorts, in whose sums under masks a client takes part ---------------------------------------------------------------
-
-_COHORT, _MEMBERS = "cohort\n", "members\n"  # prefixes in a ledger; names of runs are printable, so that none begins so
 
 
 def admit_cohort(guard: Guard, run: str, names: Sequence[str], digest: str) -> bool:
@@ -462,21 +491,20 @@ def admit_cohort(guard: Guard, run: str, names: Sequence[str], digest: str) -> b
     A run has one cohort. Sums over two sets of sites that differ by a site tell that site's part, whatever the run and
     the declaration: so different sets are counted over all runs.
     """
-    ledger, key = guard.read(), f"{_COHORT}{run}"
-    entry = {"event": "cohort", "run": run, "members": list(names)}
-    known = ledger.runs.get(key)
-    if known is not None:
+    ledger, known = guard.read(), _run_of(guard, run)
+    entry: dict[str, Any] = {"event": "cohort", "run": run, "members": list(names)}
+    if known.cohort:
         other = "cohort: another one than that with which this run began; begin a new run"
-        return known.digest == digest or _written(guard, ledger, other, **entry)
-    members = f"{_MEMBERS}{hashlib.sha256(json.dumps(sorted(names)).encode()).hexdigest()[:32]}"
-    sets = {name for name in ledger.runs if name.startswith(_MEMBERS)} | {members}
+        return known.cohort == digest or _written(guard, ledger, other, **entry)
+    members = hashlib.sha256(json.dumps(sorted(names)).encode()).hexdigest()[:32]
+    sets = {one.digest for one in guard.alike(_MEMBERS)} | {members}
     rule = policy.refuse_cohort(guard.policy, len(names), len(sets)) or _too_many(guard.policy, ledger)
     rule = rule or not_approved(guard.policy, Request("", 0, 0, (), {}, run))
     if rule is None:
         private = guard.policy.epsilon is not None  # then no counts leave
         ledger = ledger._replace(requests=ledger.requests + 1) if private else _charged(ledger)
-        ledger = _with_run(_with_run(ledger, members, Run()), key, Run(0, digest))
-    return _written(guard, ledger, rule, **entry)
+    after = {(_MEMBERS, members): Run(digest=members), (_RUN, run): known._replace(cohort=digest)}
+    return _written(guard, ledger, rule, after, **entry)
 
 
 def admit_gate(
@@ -491,7 +519,7 @@ def admit_gate(
     open_guard, ledger = guard._replace(policy=dataclasses.replace(guard.policy, few_rows=0)), guard.read()
     rule = checked(open_guard, ledger, algorithm, client, request)[0]
     entry = {**named("gate", request), "asked": _sizes(request.message), "request_digest": digest(request)}
-    if before > ledger.runs.get(request.run, Run()).round and not rule:
+    if before > _run_of(guard, request.run).round and not rule:
         ledger = ledger._replace(requests=ledger.requests + 1)
     if not _written(guard, ledger, rule, **entry):
         return None

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedppl import gaussian, privacy, settings
 from fedppl.contracts import AnyAlgorithm, Asked
+from fedppl.storage.codec import plain
 from fedppl.types import Array, DeclarationError, Layout, Message
 
 __all__ = ["Policy", "read"]  # of a namespace that users have
@@ -33,6 +37,9 @@ FEWEST_SITES = 3  # of a cohort: of two each would know the other's part
 # information. Of 250 rows together a search finds 12 from 4,096 points, and a guess 9; but a search that never fails
 # would find 121, and from 20,000 all, since sums are as exact as float64 (benchmarks/reconstruction.py --cohort).
 POINTS_OF_SUMS = 20_000
+# Requests that are allowed where a policy names no number: of single replies by what they determine of 250 rows
+# (docs/attacks_measured.md); of sums, of which points bound what leaves, some five fits, each of 7 to 30 requests.
+REQUESTS, REQUESTS_OF_SUMS = 20, 100
 _WHOLE = (  # limits that are whole numbers, with their least values; those from 1 on may be inf
     ("rows", 0, "0 allows any number"),
     ("events", 0, "0 allows any number"),
@@ -40,7 +47,7 @@ _WHOLE = (  # limits that are whole numbers, with their least values; those from
     ("fewest_sites", FEWEST_SITES, "of two sites each would know the other's part"),
     ("cohorts", 1, "inf allows any number"),
     ("few_rows", 0, "0 does not look at it"),
-    ("requests", 1, "inf allows any number"),
+    ("requests", 1, "inf allows any number, and where it is left out the usual number is allowed"),
     ("agreement", 1, "inf tells nothing of the rows"),
     ("changed_rows", 1, "inf allows the same data alone"),
 )
@@ -103,7 +110,8 @@ class Policy:
         Digests of allowed queries, as ``fedppl.sources.sql(...).digest`` and the site's log have them; None allows any,
         and rows that no source of `fedppl.sources` reads. For sites alone: in one process rows are given.
     requests
-        Most requests that are answered, over all runs.
+        Most requests that are answered, over all runs. None allows 100 for sums under masks (a fit takes 7 to 30), and
+        20 for single replies.
     distance
         Largest distance of a point from the prior's mean, per coordinate, in prior sds. Points beyond it are left out
         where the algorithm allows that; other requests with such points are refused.
@@ -157,8 +165,8 @@ class Policy:
     Examples
     --------
     >>> import fedppl
-    >>> fedppl.Policy(rows=300).requests
-    20
+    >>> fedppl.Policy(rows=300).distance
+    10.0
 
     Notes
     -----
@@ -184,7 +192,7 @@ class Policy:
     events: int = 5
     declarations: tuple[str, ...] | None = None
     allowed_queries: tuple[str, ...] | None = None
-    requests: float = 20
+    requests: float | None = None
     distance: float = 10.0
     cavity: float = 2.0
     points: int | None = None
@@ -203,8 +211,8 @@ class Policy:
         settings.one_of("sums", self.sums, _SUMS)
         for name, least, hint in _WHOLE:
             value = getattr(self, name)
-            if not (value is None and name == "points") and (least == 0 or value != np.inf):
-                settings.whole(name, getattr(self, name), least, hint)
+            if not (value is None and name in ("points", "requests")) and (least == 0 or value != np.inf):
+                settings.whole(name, value, least, hint)
         settings.between("few_rows_share", self.few_rows_share, 0, 1, "(]")
         settings.flag("joint", self.joint)
         for name in ("parameters_per_row", "distance", "cavity"):
@@ -303,12 +311,14 @@ def read(path: str | os.PathLike[str]) -> Policy:
 
 
 def resolved(policy: Policy, *, masked: bool) -> Policy:
-    """The policy with the number of points that it allows of replies that leave singly, or in sums under masks.
+    """The policy with the numbers that it allows of replies that leave singly, or in sums under masks.
 
     >>> resolved(Policy(), masked=False).points, resolved(Policy(), masked=True).points
     (0, 20000)
     """
-    return policy if policy.points is not None else replace(policy, points=POINTS_OF_SUMS if masked else 0)
+    points, requests = (POINTS_OF_SUMS, REQUESTS_OF_SUMS) if masked else (0, REQUESTS)
+    usual: dict[str, Any] = {"points": points, "requests": requests}
+    return replace(policy, **{name: number for name, number in usual.items() if getattr(policy, name) is None})
 
 
 def refuse_cohort(policy: Policy, sites: int, sets: int) -> str | None:
@@ -458,3 +468,88 @@ def refuse_release(policy: Policy, noise_multiplier: float | None, spent: float,
         epsilon = privacy.epsilon_at(policy.delta, mu)
         return f"epsilon: {epsilon:.4g} with this release, at most {policy.epsilon:g} wanted at δ = {policy.delta:g}"
     return None
+
+
+# By how many rows a client's data differ from those of earlier answers, by keyed digests of their cells ---------------
+# Two answers at one point, about data that differ by a row, differ by the contribution of that row.
+
+Cells = NDArray[np.uint64]
+Version = Mapping[str, Cells]
+"""Digests of each column's cells, in the order of rows; of an array with more axes a cell is all of a row."""
+
+_LABEL = b"fedppl: cells of data"
+_DIGEST = 8  # bytes
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def version_of(columns: Mapping[str, Any], key: bytes) -> dict[str, Cells]:
+    """Digests of all cells. The key prevents comparison with guessed values."""
+    cell_key = hmac.digest(key, _LABEL, "sha256")
+    cells = {}
+    for name in sorted(columns):
+        array = plain(np.atleast_1d(np.asarray(columns[name])))
+        rows = array.reshape(len(array), -1)
+        # Texts by their value, whatever the width of the array; numbers by their bytes.
+        text = array.dtype.kind in "OUS"
+        raw = [repr(row.tolist()).encode(errors="surrogatepass") if text else row.tobytes() for row in rows]
+        digests = {cell: hashlib.blake2b(cell, digest_size=_DIGEST, key=cell_key).digest() for cell in set(raw)}
+        cells[name] = np.frombuffer(b"".join(digests[cell] for cell in raw), dtype="<u8")
+    return cells
+
+
+def changed_rows(before: Version, after: Version, fewest: float) -> int:
+    """Number of rows by which two versions differ, if it is positive and less than `fewest`; else 0.
+
+    An edited row counts once. Where a site standardises a column by its own mean, all rows differ as a whole: so
+    columns are compared one by one too, if most values are distinct, or if values were only added or only removed.
+
+    Examples
+    --------
+    >>> rows = {"age": np.arange(40.0)}
+    >>> now = version_of({"age": np.append(rows["age"], 71.0)}, b"key")
+    >>> changed_rows(version_of(rows, b"key"), now, 10), changed_rows(version_of(rows, b"key"), now, 1)
+    (1, 0)
+    """
+    tables: dict[tuple[int, int], list[str]] = {}
+    for name in after:
+        if name in before:
+            tables.setdefault((len(after[name]), len(before[name])), []).append(name)
+    for sizes, together in sorted(tables.items(), reverse=True):
+        counts = [max(_apart(*(_rows([version[name] for name in together]) for version in (before, after))))]
+        if counts == [0]:
+            continue
+        for name in together:
+            added, removed = _apart(before[name], after[name])
+            # In a column of few values two cohorts have similar counts by chance, but seldom all counts grow.
+            grown = sizes[0] != sizes[1] and min(added, removed) == 0
+            distinct = min(len(np.unique(cells)) / max(len(cells), 1) for cells in (before[name], after[name]))
+            if grown or distinct > 0.5:
+                counts.append(max(added, removed))
+        # Only the longest table that changed: shorter ones are of groups, or computed from rows.
+        return min((count for count in counts if 0 < count < fewest), default=0)
+    return 0
+
+
+def refuse_version(earlier: Sequence[Version], present: Version, fewest: float) -> str | None:
+    """The rule that data break which differ by few rows from those of an earlier answer, or None."""
+    for number, before in enumerate(earlier, start=1):
+        if count := changed_rows(before, present, fewest):
+            since = f"since version {number} of {len(earlier)} that was answered about, at least {fewest:g} wanted"
+            return f"changed_rows: {count} {since}, or none; wait for more, or give the site those data again"
+    return None
+
+
+def _rows(cells: Sequence[Cells]) -> Cells:
+    """One number a row. Digests are random already, so that only the order of columns has to be mixed in."""
+    total = np.zeros(len(cells[0]), dtype=np.uint64)
+    for column in cells:
+        total = (total ^ (total >> np.uint64(29))) * _STEP + column
+    return total
+
+
+def _apart(before: Cells, after: Cells) -> tuple[int, int]:
+    """Numbers of rows added and of rows removed."""
+    _, places = np.unique(np.concatenate([before, after]), return_inverse=True)
+    size = int(places.max(initial=-1)) + 1
+    difference = np.bincount(places[len(before) :], minlength=size) - np.bincount(places[: len(before)], minlength=size)
+    return int(difference[difference > 0].sum()), int(-difference[difference < 0].sum())

@@ -32,7 +32,7 @@ from fedppl.sites.conclusions import answer
 from fedppl.sites.engine import LostSites, Sites, SitesSettings, checked
 from fedppl.sites.node import Node
 from fedppl.sites.site_agreement import waits
-from fedppl.storage.signed import Memory, file_memory
+from fedppl.storage.signed import Memory
 from fedppl.types import DeclarationError
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def client_app(
 
     def reply(message: FlowerMessage, context: Context) -> FlowerMessage:
         here = node(context.node_config)
-        memory = file_memory(here.folder) if here.folder else _context_memory(context)
+        memory = None if here.folder else _context_memory(context)
         parcel = answer(message.metadata.message_type, here, context.node_config, memory, read_message(message))
         return FlowerMessage(to_content(*parcel), reply_to=message)
 

@@ -41,7 +41,7 @@ from flwr.clientapp import ClientApp
 from fedppl.flower.messages import read_message, register, to_content
 from fedppl.settings import shown
 from fedppl.storage import codec
-from fedppl.storage.signed import file_memory, open_to_write, replace
+from fedppl.storage.signed import open_to_write, replace
 from fedppl.types import DeclarationError
 
 logger = logging.getLogger(__name__)
@@ -347,7 +347,7 @@ def _answer(connection: Connection, door: Door, node_of: Callable[[Mapping[str, 
             logger.warning("the connection of a request (%s) is closed; it is neither computed nor counted", kind)
             return
         loaded = here._replace(load_data=lambda config: load())
-        arrays, texts = answer(kind, loaded, config, file_memory(here.folder), (request["arrays"], request["texts"]))
+        arrays, texts = answer(kind, loaded, config, None, (request["arrays"], request["texts"]))
         log = os.pread(_STDERR, _LOG_BYTES, start).decode(errors="replace")
         with limited(connection, _PATIENCE):
             connection.send_bytes(codec.encode({"arrays": dict(arrays), "texts": dict(texts), "log": log}))

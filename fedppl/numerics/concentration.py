@@ -11,26 +11,31 @@ from fedppl.numerics import tolerances as tol
 from fedppl.types import Array
 
 
-def largest_share(vectors: Array, few: int, enough: float, faint: float = tol.COLUMN_ROUNDING) -> float:
+def largest_share(
+    vectors: Array, few: int, enough: float, faint: float = tol.COLUMN_ROUNDING, unit: float = 0.0
+) -> float:
     """The largest share by all directions (`concentration`) if there are many rows to a column, else `by_column`."""
     if vectors.shape[1] > tol.COLUMNS_A_ROW * len(vectors):
-        return by_column(vectors, few)
-    return concentration(vectors, few, enough, faint)
+        return by_column(vectors[:, np.einsum("ij,ij->j", vectors, vectors) > (faint * unit) ** 2], few)
+    return concentration(vectors, few, enough, faint, unit)
 
 
-def concentration(vectors: Array, few: int, enough: float = 1.0, faint: float = tol.COLUMN_ROUNDING) -> float:
+def concentration(
+    vectors: Array, few: int, enough: float = 1.0, faint: float = tol.COLUMN_ROUNDING, unit: float = 0.0
+) -> float:
     """Largest share |(X u)_S|² / |X u|² over directions u of the span of X (n, p) and over sets S of `few` rows.
 
     It is one if the span has an indicator of so few rows. It is found by truncated power steps, as in sparse principal
     components, from the rows of largest leverage. So it is a lower bound of the maximum, and at least the largest
-    leverage. The search ends at `enough`. Directions below `faint` of the largest singular value are left out.
+    leverage. The search ends at `enough`. Directions below `faint` of the largest singular value are left out, of
+    columns in units of their norms, or of `unit` where that is more: then rounding in small columns is no direction.
 
     >>> X = np.ones((300, 2))
     >>> X[:, 1] += np.arange(300) == 7
     >>> round(concentration(X, 3), 6)
     1.0
     """
-    return _largest(_orthonormal(vectors, faint), few, enough)
+    return _largest(_orthonormal(vectors, faint, unit), few, enough)
 
 
 def share_in_sum(vectors: Array, gram: Array, few: int, enough: float = 1.0, error: float = 0.0) -> float:
@@ -93,7 +98,7 @@ def shares_of_columns(vectors: Array, few: int) -> Array:
     return np.asarray(top / total[total > 0.0])
 
 
-def _orthonormal(vectors: Array, faint: float) -> Array:
+def _orthonormal(vectors: Array, faint: float, unit: float = 0.0) -> Array:
     """An orthonormal basis of the span, (n, r).
 
     It is computed from X'X, in a tenth of the time of a singular value decomposition but with half of the digits. If
@@ -101,11 +106,13 @@ def _orthonormal(vectors: Array, faint: float) -> Array:
     """
     size = np.max(np.abs(vectors), axis=0, initial=0.0)
     columns = vectors[:, size > 0.0] / size[size > 0.0]  # first, since squares of small numbers underflow
-    columns /= np.sqrt(np.einsum("ij,ij->j", columns, columns))
+    norms = np.sqrt(np.einsum("ij,ij->j", columns, columns))
+    columns /= np.maximum(norms, unit / size[size > 0.0])
     if not columns.size:
         return np.zeros((len(vectors), 0))
     values, axes = np.linalg.eigh(columns.T @ columns)
-    clear = values > max(tol.CLEAR_EIGENVALUE, faint**2) * values[-1]
+    largest = max(values[-1], float(unit > 0.0))
+    clear = values > max(tol.CLEAR_EIGENVALUE, faint**2) * largest
     basis: Array = columns @ (axes[:, clear] / np.sqrt(values[clear]))
     if np.all(clear) or faint**2 >= tol.CLEAR_EIGENVALUE:
         return basis
@@ -113,7 +120,7 @@ def _orthonormal(vectors: Array, faint: float) -> Array:
     if np.max(np.einsum("ij,ij->j", rest, rest)) <= tol.COLUMN_ROUNDING**2:
         return basis
     left, sizes, _ = np.linalg.svd(columns, full_matrices=False)
-    return np.asarray(left[:, sizes > faint * sizes[0]])
+    return np.asarray(left[:, sizes > faint * np.sqrt(largest)])
 
 
 def _climb(basis: Array, direction: Array, few: int) -> float:

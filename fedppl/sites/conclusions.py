@@ -35,8 +35,8 @@ _LENGTHS = {**SUMS, "conflict": 2}
 MOST_BYTES = 4096  # of all summaries of a site
 
 
-def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
-    """Answer a message of type `kind`."""
+def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory | None, parcel: Parcel) -> Parcel:
+    """Answer a message of type `kind`; `memory` is of a node without a folder."""
     by_texts = {HELLO: _node.introduce, AGREE: _node.agree, JOIN: _node.join}
     by_parcel = {GATE: _node.gate, ASK: _node.answer_request, CONCLUDE: conclude}
     if kind == GREET:
@@ -48,7 +48,7 @@ def answer(kind: str, here: Node, config: Mapping[str, Any], memory: Memory, par
     return by_parcel[kind](here, config, memory, parcel)
 
 
-def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
+def conclude(node: Node, config: Mapping[str, Any], memory: Memory | None, parcel: Parcel) -> Parcel:
     """Draw this client's own posterior and write it to the site's folder, once a run. It does not travel.
 
     The answer holds only what the policy lets out by name. It does not show whether the data are those of the run or
@@ -57,10 +57,11 @@ def conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parc
     name = str(parcel[1].get("client_id", ""))[:200]
     summaries: Message = {}
     try:
-        with _node.account_of(node, config) as guard:
+        with _node.account_of(node, config, memory) as (guard, kept):
             if guard is not None:
-                summaries = _conclude(node, config, memory, parcel, guard)
+                summaries = _conclude(node, config, kept, parcel, guard)
     except Exception:
+        summaries = {}  # what is not kept does not leave
         logger.exception("client %s drew no posterior", name, extra={"client": name, "status": "failed"})
     return summaries, {"client_id": name}
 
@@ -96,7 +97,7 @@ def _concluded_under_masks(
     if digest == asked.hex():
         _guard.note(guard, None, **about, repeated=True)
         return dict(words)
-    if not _guard.concluded(guard, over.run, asked.hex()):
+    if not _guard.concluded(guard, over.run):
         return {}
     told: Message = {}
     try:  # whether the site can tell depends on its data: it answers by noise where it cannot

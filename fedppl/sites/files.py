@@ -38,7 +38,9 @@ from fedppl.sites.engine import Sites, SitesEngine, SitesSettings, checked
 from fedppl.sites.enrolment import expected_clients
 from fedppl.sites.node import Node, Site, described
 from fedppl.sites.site_agreement import waits
-from fedppl.storage.signed import Memory, file_memory, keep, open_to_write, partial_path, recalled, write_through
+from fedppl.storage.signed import Memory, keep, open_to_write, partial_path, recalled, write_through
+from fedppl.storage.store import changing
+from fedppl.storage.store import memory as kept_in
 from fedppl.types import DataError, DeclarationError
 
 logger = logging.getLogger(__name__)
@@ -552,7 +554,8 @@ def _parties(here: Node, config: Mapping[str, Any], identity: Path | None) -> _P
 def _kept(here: Node) -> Iterator[Memory]:
     """What the site keeps beside its account."""
     assert here.folder is not None
-    yield file_memory(here.folder)
+    with changing(here.folder) as store:
+        yield kept_in(store)
 
 
 def _answer(here: Node, config: Mapping[str, Any], parties: _Parties, raw: bytes) -> bytes:
@@ -577,8 +580,7 @@ def _answer(here: Node, config: Mapping[str, Any], parties: _Parties, raw: bytes
             parcel = parcel_of(content)
     except Malformed:
         parcel = {}, {}  # which the node refuses as malformed, by its log
-    assert here.folder is not None
-    reply = answer(kind, here, config, file_memory(here.folder), parcel)
+    reply = answer(kind, here, config, None, parcel)
     back = Header(header.run, parties.own.name, parties.server, header.number, ANSWERED, digest)
     bundle = packed(back, _written(kind, reply), parties.own.identity, parties.sealing)
     with _kept(here) as memory:

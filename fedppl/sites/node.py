@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from filelock import FileLock
 
 from fedppl.contracts import Algorithm, AnyAlgorithm, Failure, Request
 from fedppl.data import frames
 from fedppl.data.sources import Source
-from fedppl.engine import account as _account
 from fedppl.engine import few_rows_in_sums as in_sums
 from fedppl.engine import guard as _guard
 from fedppl.engine import secure as _secure
 from fedppl.engine.answer import answer, require_fit, say_unused
-from fedppl.engine.policy import NO_RULES, Policy, read, refuse_query, refuse_sharing
+from fedppl.engine.policy import NO_RULES, Policy, read, refuse_query, refuse_sharing, refuse_version, version_of
 from fedppl.model.client import ClientModel
 from fedppl.model.declaration import FederatedModel
 from fedppl.model.same import code_key
@@ -37,12 +35,12 @@ from fedppl.sites import wire as _wire
 from fedppl.sites.decode import Parcel, checked_name, one_text
 from fedppl.storage import codec
 from fedppl.storage import signed as _signed
+from fedppl.storage import store as _store
 from fedppl.storage.signed import Memory, owner_key, pack
 from fedppl.types import DataError, DeclarationError, LocalFailure, Message
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 600.0  # seconds that a request waits for the one before it
 _KNOWN_ERRORS = ("builtins", "fedppl.types")  # modules whose exceptions have names that do not depend on data
 _WITHHELD = "does not take part under the policy of its site; the reason is in the site's own log"
 
@@ -89,11 +87,11 @@ class Site(NamedTuple):
         The kind of this site where the declaration has several builders, or a function from the node config to it; by
         default as the declaration tells kinds.
     folder
-        Folder of this site's files: its audit log and its account of all that it has released (``audit.jsonl``,
-        ``ledger.json``), its personal state, a salted digest of its data (other data are refused in a run that has
-        begun), its last answer, and, when the run is over, its own posterior (a NetCDF file named after the client). A
-        path, or a function from the node config to one. Limits count over all runs in it: deleting the files grants
-        them anew. None requires ``policy=fedppl.policy.NO_RULES``; then nothing is logged or counted.
+        Folder of this site: ``site.sqlite`` has its account of all that it has released and its audit log, its personal
+        state, a salted digest of its data (other data are refused in a run that has begun) and its last answer; when a
+        run is over, its own posterior is beside it (a NetCDF file named after the client). A path, or a function from
+        the node config to one. Limits count over all runs in it: deleting the file grants them anew. None requires
+        ``policy=fedppl.policy.NO_RULES``; then nothing is logged or counted.
     policy
         Policy of this site: a `fedppl.Policy`, the path of a TOML file with one, or a function from the node config
         to either. By default ``fedppl.Policy()``, which wants sums.
@@ -272,18 +270,25 @@ def _seal(data: Mapping[str, Any]) -> bytes:
 
 
 @contextmanager
-def account_of(node: Node, config: Mapping[str, Any]) -> Iterator[_guard.Guard | None]:
-    """The policy with its account, locked over all processes; None without a folder, see `client_app`."""
+def account_of(
+    node: Node, config: Mapping[str, Any], memory: Memory | None
+) -> Iterator[tuple[_guard.Guard | None, Memory]]:
+    """The policy with its account, and what the site keeps: all in its file, or, without a folder, None and `memory`.
+
+    What is given within the block may leave the site after it alone, when it is counted and kept on the disk.
+    """
     require_masks(node.secure, node.policy)
     if node.folder is None:
         if node.policy != NO_RULES:
             raise LocalFailure("folder= gave None for this node config, and without a folder no policy holds")
-        yield None
+        if memory is None:
+            raise LocalFailure("neither folder= nor a context of the node keeps what this site has to know")
+        yield None, memory
         return
-    with FileLock(node.folder / "site.lock", timeout=_PATIENCE, mode=0o600):
+    with _store.changing(node.folder) as store:
         masked = node.secure is not None
-        guard = _account.in_folder(node.policy, node.folder, node.client_id(config), masked=masked)
-        yield _guard.of_query(guard, node.query)
+        guard = _guard.in_store(node.policy, store, node.client_id(config), masked=masked)
+        yield _guard.of_query(guard, node.query), _store.memory(store)
 
 
 def require_masks(secure: Path | None, rules: Policy) -> None:
@@ -306,21 +311,22 @@ def _say_refused(what: str, name: str) -> None:
     logger.exception(what, name, extra={"client": name, "status": "refused"})
 
 
-def agree(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> Parcel:
+def agree(node: Node, config: Mapping[str, Any], memory: Memory | None, texts: Mapping[str, str]) -> Parcel:
     """Answer with the summary of columns by which clients agree on a formula, as far as the policy allows it."""
     name, load = node.client_id(config), functools.partial(node.load_data, config)
     arrays: Message = {}
     answer = {"refused": _guard.REFUSED}
     try:
-        with account_of(node, config) as guard:
+        with account_of(node, config, memory) as (guard, kept):
             if node.secure is None:
-                answer = _agreements.tell(node.model, load, name, texts, memory, guard)
+                answer = _agreements.tell(node.model, load, name, texts, kept, guard)
             else:
                 assert guard is not None  # `client_app` wants a folder beside secure=
-                versions = functools.partial(data_versions, memory, name, rules=node.policy)
-                here = _agreements.Here(name, *files_of(node), memory, guard, versions)
+                versions = functools.partial(data_versions, kept, name, rules=node.policy)
+                here = _agreements.Here(name, *files_of(node), kept, guard, versions)
                 arrays, answer = _agreements.add(node.model, load, texts, here)
-    except Exception:
+    except Exception:  # of the end of the block too: then nothing of it is kept
+        arrays, answer = {}, {"refused": _guard.REFUSED}
         _say_refused("client %s tells nothing", name)
     return arrays, {"client_id": name, "version": version("fedppl"), **answer}
 
@@ -343,19 +349,21 @@ def files_of(node: Node) -> tuple[Path, Path]:
     return node.secure, node.folder
 
 
-def join(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> Parcel:
+def join(node: Node, config: Mapping[str, Any], memory: Memory | None, texts: Mapping[str, str]) -> Parcel:
     """Answer with counts of rows and outcomes, under the masks of the cohort that the server names for a run."""
-    name, answer = node.client_id(config), {"refused": _guard.REFUSED}
+    name, refused = node.client_id(config), {"refused": _guard.REFUSED}
+    answer: Mapping[str, str] | None = None
     try:
-        with account_of(node, config) as guard:
+        with account_of(node, config, memory) as (guard, kept):
             assert guard is not None  # `client_app` wants a folder beside secure=
-            answer = _joined(node, config, memory, texts, guard) or answer
+            answer = _joined(node, config, kept, texts, guard)
     except Exception as error:
+        answer = None
         _say_refused("client %s joins no cohort", name)
         if node.folder is not None:
-            with suppress(Exception), account_of(node, config) as guard:
+            with suppress(Exception), account_of(node, config, memory) as (guard, _):
                 refuse(guard, {"event": "cohort"}, f"sums: {error}"[:200])
-    return {}, {"client_id": name, **answer}
+    return {}, {"client_id": name, **(answer or refused)}
 
 
 def _joined(
@@ -384,12 +392,12 @@ def _joined(
     return part
 
 
-def introduce(node: Node, config: Mapping[str, Any], memory: Memory, texts: Mapping[str, str]) -> Parcel:
+def introduce(node: Node, config: Mapping[str, Any], memory: Memory | None, texts: Mapping[str, str]) -> Parcel:
     """Answer the server's first call: the layout, or why this site cannot take part; rules on data come first."""
     name = node.client_id(config)
     try:
-        with account_of(node, config) as guard:
-            client = _introduced(node, config, memory, texts, guard)
+        with account_of(node, config, memory) as (guard, kept):
+            client = _introduced(node, config, kept, texts, guard)
         terms = _wire.Terms(node.algorithm.settings, client.layout, client.reader().coords)
         return _wire.pack_hello(name, terms)
     except Exception as error:
@@ -441,14 +449,15 @@ def _most_rows(loaded: Any) -> int | None:
     return sum({len(array) for array in map(np.asarray, arrays) if array.ndim}) or 1
 
 
-def answer_request(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
+def answer_request(node: Node, config: Mapping[str, Any], memory: Memory | None, parcel: Parcel) -> Parcel:
     """Run the client's part of the algorithm, then store personal state; whatever is wrong is refused by one text."""
     client_id, nonce = str(parcel[1].get("client_id", ""))[:200], str(parcel[1].get("nonce", ""))[:20]
     answered = None
     try:
-        with account_of(node, config) as guard:
-            answered = _answered(node, config, memory, parcel, guard)
+        with account_of(node, config, memory) as (guard, kept):
+            answered = _answered(node, config, kept, parcel, guard)
     except Exception:
+        answered = None  # what is not kept does not leave
         _say_refused("client %s refuses a request", client_id)
     refusal = Failure(client_id, int(nonce) if nonce.isdecimal() else 0, _guard.REFUSED)
     return answered or _wire.pack_reply(refusal)
@@ -522,16 +531,13 @@ def _answered(
         changed, versions = (None, {}) if guard is None else data_versions(memory, own_id, here.columns, node.policy)
         name = name_of_kept(algorithm, own_id, request.run, request.client_id)
         kept = recalled(algorithm, memory, name, request.client_id)
-        # The digest differs where the site admitted this request and died before it answered.
         if guard is not None and _guard.replayed(guard, request):
             is_masked = set(kept.arrays) == {_masks.WORDS}
             if (kept.run, kept.digest) == (request.run, _guard.digest(request)) and (place is None or is_masked):
                 _guard.note(guard, None, **about, repeated=True)
                 return kept.arrays, {**kept.texts, "nonce": str(request.nonce)}
-            if place is not None and kept.run in ("", request.run):
-                _guard.reopen(guard, request)  # a round of a cohort has all answers or none: it is computed after all
-            elif place is not None:  # with other noise, under the same masks, the difference would be this site's
-                why = f"the answer of run {kept.run!r} has taken the place of this one; the server has to ask anew"
+            if place is not None:  # with other noise, under the same masks, the difference would be this site's
+                why = f"its answer is kept no more, but that of run {kept.run!r}; the server has to ask anew"
                 refuse(guard, about, f"round: {request.round}, and {why}")
                 return None
         if changed:
@@ -553,7 +559,7 @@ def _answered(
         return answered  # nothing is stored: a server could make up any number of names
     for file, raw in {**seal, **versions}.items():
         memory.keep(file, raw)
-    # State and answer are one file, replaced in one step: no answer leaves that the state does not know of.
+    # State and answer are one row: no answer leaves that the state does not know of.
     if guard is not None:
         answer_of = _guard.digest(request), dict(answered[0]), dict(answered[1]), request.run
         _signed.keep(memory, name, (after, *answer_of))
@@ -571,14 +577,15 @@ def _of_cohort(node: Node, guard: _guard.Guard, here: Enrolled, place: _masks.Pl
     return guard._replace(sums=lambda at: _masks.sum_of_sealed(files_of(node)[0], place, request))
 
 
-def gate(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Parcel) -> Parcel:
+def gate(node: Node, config: Mapping[str, Any], memory: Memory | None, parcel: Parcel) -> Parcel:
     """Answer with the site's part of what the cohort sums of its rows before a request, for its members alone."""
     name, answered = node.client_id(config), None
     try:
-        with account_of(node, config) as guard:
+        with account_of(node, config, memory) as (guard, kept):
             if guard is not None:
-                answered = _gated(node, config, memory, parcel, guard)
+                answered = _gated(node, config, kept, parcel, guard)
     except Exception:
+        answered = None
         _say_refused("client %s adds nothing to a gate", name)
     arrays, texts = answered or ({}, {"refused": _guard.REFUSED})
     return arrays, {"client_id": name, **texts}
@@ -655,9 +662,9 @@ def data_versions(
     earlier = list(_signed.recalled(memory, name) or ())
     if any(codec.matches(version["seal"], columns) for version in earlier):
         return None, {}
-    cells = _account.version_of(columns, owner_key(make=True))
+    cells = version_of(columns, owner_key(make=True))
     before = [version["cells"] for version in earlier]
-    refused = _account.refuse_version(before, cells, rules.changed_rows)
+    refused = refuse_version(before, cells, rules.changed_rows)
     return refused, {name: pack([*earlier, {"seal": codec.seal(columns), "cells": cells}], name)}
 
 

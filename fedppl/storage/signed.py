@@ -6,19 +6,17 @@ import contextlib
 import errno
 import hmac
 import io
-import json
 import os
 import re
 import secrets
 import stat
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-from urllib.parse import quote
 
 from fedppl.storage import codec as _codec
-from fedppl.types import DataError, DeclarationError
+from fedppl.types import DeclarationError
 
 FORMAT = 17
 MOST = 2**34  # bytes of a file
@@ -220,43 +218,3 @@ def recalled(memory: Memory, name: str, what: str = "") -> Any:
 def keep(memory: Memory, name: str, content: Any) -> None:
     """Keep a content under a name, signed."""
     memory.keep(name, pack(content, name))
-
-
-def file_memory(folder: Path) -> Memory:
-    """A memory of one file for each name, replaced in one step."""
-
-    def recall(name: str) -> bytes | None:
-        path = folder / quote(name, safe="")
-        return path.read_bytes() if path.exists() else None
-
-    return Memory(recall, lambda name, raw: replace(folder / quote(name, safe=""), raw))
-
-
-# A site's account: plain JSON with a signature by the owner's key -----------------------------------------------------
-
-_ACCOUNT = b"fedppl ledger 1\n"
-
-
-def read_account(path: Path) -> dict[str, Any]:
-    """Read what `write_account` wrote; DataError if it is no account, or was changed since."""
-    shown = repr(str(path))
-    try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
-        signature = bytes.fromhex(content.pop("signature", ""))
-    except (ValueError, AttributeError, TypeError) as error:
-        kind = type(error).__name__
-        raise DataError(f"{shown} is no account of a site ({kind}); put back what was there.") from error
-    if not hmac.compare_digest(signature, _account_signature(owner_key(make=False), content)):
-        rule = f"{shown} is not signed with the key in {str(key_path())!r}: it or the key changed"
-        raise DataError(f"{rule}. Put back what was there; moving the whole folder away grants every limit anew.")
-    return content
-
-
-def write_account(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace an account in one step, signed with the owner's key, which is made where there is none."""
-    signature = _account_signature(owner_key(make=True), content).hex()
-    replace(path, json.dumps({**content, "signature": signature}).encode())
-
-
-def _account_signature(key: bytes, content: Mapping[str, Any]) -> bytes:
-    return hmac.digest(key, _ACCOUNT + json.dumps(content, sort_keys=True).encode(), "sha256")

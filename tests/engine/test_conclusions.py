@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 from pathlib import Path
@@ -21,17 +20,16 @@ from flwr.app import Message as FlowerMessage
 import fedppl
 from fedppl import DeclarationError, FederatedModel, Policy
 from fedppl.contracts import Request
-from fedppl.engine import account as _account
-from fedppl.engine.guard import Ledger, Run, in_memory, let_out, tells
+from fedppl.engine.guard import Ledger, Run, in_memory, in_store, let_out, tells
 from fedppl.gaussian import Gaussian
 from fedppl.local.target import pack_target
 from fedppl.sites import CONCLUDE, conclusions
 from fedppl.sites import node as _node
 from fedppl.sites.conclusions import read_told
 from fedppl.sites.decode import Malformed
-from fedppl.storage.signed import file_memory
+from fedppl.storage import store
 from fedppl.testing import normal_means
-from tests.support import malformed
+from tests.support import malformed, stored
 from tests.support.fake_grid import FakeGrid, Node, engine_of, node, remember
 
 TELLS = Policy(
@@ -71,7 +69,7 @@ def fit(grid: FakeGrid, model: Any, algorithm: Any = EP) -> Any:
 
 
 def refusals(folder: Path) -> list[str]:
-    lines = map(json.loads, (folder / "audit.jsonl").read_text().splitlines())
+    lines = stored.lines(folder)
     return [line["refused"] for line in lines if line.get("refused")]
 
 
@@ -125,13 +123,13 @@ def test_nothing_is_told_of_a_run_that_was_not_answered_or_of_a_q_that_is_far(tm
     fit(FakeGrid(nodes_of(tmp_path, model, clients)), model)
     folder = tmp_path / "client 0"
     site = _node.Node("one", model, EP, lambda c: clients["client 0"], lambda c: "client 0", folder, 100, 4, TELLS)
-    run = json.loads((folder / "audit.jsonl").read_text().splitlines()[1])["run"]
+    run = stored.lines(folder)[1]["run"]
     prior = model.enrol(clients, kernel=False)["client 0"].layout.prior
 
     def concluded(run: str, mean: float) -> Any:
         q = Gaussian(prior.precision @ np.array([mean]), prior.precision)
         texts = {"client_id": "client 0", "run": run, "seed": "1", "status": "converged"}
-        return conclusions.conclude(site, {}, file_memory(folder), (pack_target(q, q, 0.0), texts))[0]
+        return conclusions.conclude(site, {}, None, (pack_target(q, q, 0.0), texts))[0]
 
     assert not concluded("another", 0.0)
     assert refusals(folder)[-1].startswith("conclusion: no request of this run")
@@ -139,8 +137,9 @@ def test_nothing_is_told_of_a_run_that_was_not_answered_or_of_a_q_that_is_far(tm
     folder = tmp_path / "other"
     folder.mkdir()
     site = site._replace(policy=dataclasses.replace(TELLS, distance=1e-3), folder=folder)
-    guard = _account.in_folder(site.policy, folder, "client 0")
-    guard.write(Ledger(requests=1, runs={run: Run(1, "")}), {"event": "request"})
+    with store.changing(folder) as here:
+        guard = in_store(site.policy, here, "client 0")
+        guard.write(Ledger(requests=1), {"event": "request"}, {("run", run): Run(1, "")})
     assert not concluded(run, 100.0) and refusals(folder)[-1].startswith("distance: ")
 
 
@@ -156,7 +155,7 @@ def test_what_is_drawn_is_what_the_policy_looked_at(algorithm: Any, beside: tupl
     client = model.enrol(clients, kernel=False)["client 0"]
     guard, prior = in_memory(TELLS, "client 0"), client.layout.prior
     for mean, told in ((0.0, ("loo",)), (1e3, ())):
-        guard.write(Ledger(requests=1, runs={"r": Run(1, "")}), {"event": "request"})
+        guard.write(Ledger(requests=1), {"event": "request"}, {("run", "r"): Run(1, "")})
         q = Gaussian(prior.precision @ np.array([mean]), prior.precision)
         message = {**pack_target(q, q, 0.0), **{name: np.zeros(1) for name in beside}}
         assert tells(guard, algorithm, client, Request("client 0", 0, 0, (1,), message, "r")) == told
@@ -241,8 +240,8 @@ def test_a_conclusion_that_is_not_approved_gives_back_what_it_was_counted_as() -
     client = model.enrol(clients, kernel=False)["client 0"]
     algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=2)
     guard = in_memory(dataclasses.replace(TELLS, approval=lambda release: False), "client 0")
-    before = Ledger(requests=1, spent=0.25, runs={"r": Run(1, "")})
-    guard.write(before, {"event": "request"})
+    before = Ledger(requests=1, spent=0.25)
+    guard.write(before, {"event": "request"}, {("run", "r"): Run(1, "")})
     message = pack_target(client.layout.prior, client.layout.prior, 0.0)
     request = Request("client 0", 0, 0, (1,), message, "r")
     assert tells(guard, algorithm, client, request) == ("loo",)
@@ -255,7 +254,7 @@ def test_points_of_a_posterior_lie_where_points_may_after_some_were_answered(tmp
     client = model.enrol(clients, kernel=False)["client 0"]
     guard = in_memory(TELLS, "client 0")
     for answered, points, told in ((0, [[0.0]], ()), (512, [[0.0]], ("loo",)), (512, [[1e9]], ())):
-        guard.write(Ledger(requests=1, points=answered, runs={"r": Run(1, "")}), {"event": "request"})
+        guard.write(Ledger(requests=1, points=answered), {"event": "request"}, {("run", "r"): Run(1, "")})
         message = pack_target(client.layout.prior, client.layout.prior, 0.0) | {"points": np.array(points)}
         assert tells(guard, EP, client, Request("client 0", 0, 0, (1,), message, "r")) == told
 

@@ -22,9 +22,9 @@ from scipy.special import expit
 
 import fedppl
 from benchmarks._attacks import patients
-from fedppl import Policy
+from fedppl import FederatedModel, Policy, gaussian
 from fedppl.contracts import Request
-from fedppl.engine import policy
+from fedppl.engine import few_rows, policy
 from fedppl.engine.few_rows import refuse_model
 from fedppl.engine.guard import admit, in_memory
 from fedppl.model.row_scores import densities, row_scores, rows_apart, slopes
@@ -867,3 +867,35 @@ def test_outcomes_of_true_and_false_are_looked_at(outcomes: Any) -> None:
     x = np.random.default_rng(0).normal(size=400)
     assert rule_of(build, {"x": x, "y": outcomes}) == "None"
     assert rule_of(build, {"x": marks(7), "y": outcomes}) == "few_rows"
+
+
+@pytest.mark.parametrize("rows", [60, 200])
+def test_rounding_in_small_curvatures_is_no_row(rows: int) -> None:
+    """Of 18 curvatures of an honest regression with effects of its own 7 are independent, and some are nearly 0."""
+
+    def builder(X: Any, y: Any) -> pm.Model:
+        with pm.Model() as model:
+            X, y = pm.Data("X", X), pm.Data("y", y)
+            mu, tau = pm.Normal("mu", 0, 5, shape=3), pm.LogNormal("tau", 0, 0.5, shape=3)
+            theta, sigma = pm.Normal("theta", mu, tau, shape=3), pm.HalfNormal("sigma", 10)
+            pm.Normal("obs", X @ theta, sigma, observed=y)
+        return model
+
+    rng = np.random.default_rng(1)
+    X = np.column_stack([np.ones(rows), rng.uniform(-2, 2, rows), rng.normal(size=rows)])
+    data = {"X": X, "y": X @ [8.0, 4.0, -1.0] + 8 * rng.normal(size=rows)}
+    client = FederatedModel(builder, ["mu", "tau"]).enrol({"a": data})["a"]
+    mean = gaussian.mean(client.layout.prior)
+    for point in (mean, mean + [3.0, 1.5, -1.0, 0.3, -0.2, 0.1], mean + [7.9, 4.1, -1.2, -0.4, 0.2, -0.3]):
+        share = few_rows._share_bent(LOOSE, client, point)
+        assert share < LOOSE.few_rows_share
+
+
+def test_a_small_column_counts_by_a_unit_and_its_rounding_does_not() -> None:
+    ones, alone = np.ones((300, 1)), np.zeros((300, 1))
+    alone[7] = 1.0
+    rounded = np.concatenate([ones, 1e-9 * ones + 1e-13 * alone], axis=1)
+    small = np.concatenate([ones, 1e-9 * alone], axis=1)
+    assert concentration(rounded, 3) > 0.999
+    assert concentration(rounded, 3, faint=1e-8, unit=1e-2) < 0.02
+    assert concentration(small, 3, faint=1e-8, unit=1e-2) > 0.999

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,16 @@ import pytest
 import fedppl
 from fedppl import DeclarationError, FederatedModel, Policy, audit, gaussian, policy, privacy
 from fedppl.contracts import Asked, Disclosure, Failure, Reply, Request
-from fedppl.engine import account as _account
-from fedppl.engine.account import changed_rows, version_of
-from fedppl.engine.guard import REFUSED, Guard, admit, holdings, in_memory, numbers, released, summed, tally
-from fedppl.engine.policy import NO_RULES, Holdings
+from fedppl.engine.guard import REFUSED, Guard, admit, holdings, in_memory, in_store, numbers, released, summed, tally
+from fedppl.engine.policy import NO_RULES, Holdings, changed_rows, version_of
 from fedppl.gaussian import Gaussian
 from fedppl.sites import conclusions as _conclusions
 from fedppl.sites import node as _node
 from fedppl.sites import wire as _wire
 from fedppl.sites.node import Node
-from fedppl.storage import signed
-from fedppl.storage.signed import Memory, file_memory
-from fedppl.types import LocalFailure
-from tests.support import problems
+from fedppl.storage import store
+from fedppl.types import DataError, LocalFailure
+from tests.support import problems, stored
 from tests.support.markers import slow_but
 
 OPEN = Policy(sums="optional", rows=0, few_rows=0, parameters_per_row=math.inf, events=0, requests=math.inf)
@@ -254,11 +251,12 @@ def test_rules_on_cohorts(rules: Policy, sites: int, sets: int, told: str | None
     assert found is None if told is None else found is not None and found.startswith(told)
 
 
-def test_points_that_a_policy_does_not_name_are_none_singly_and_some_in_sums() -> None:
+def test_numbers_that_a_policy_does_not_name_are_smaller_singly_than_in_sums() -> None:
     """A number that it names holds both ways, zero too."""
-    for masked, usual in ((False, 0), (True, policy.POINTS_OF_SUMS)):
-        assert policy.resolved(Policy(), masked=masked) == Policy(points=usual)
-        for given in (Policy(points=0), Policy(points=7), NO_RULES):
+    usual = {False: (0, policy.REQUESTS), True: (policy.POINTS_OF_SUMS, policy.REQUESTS_OF_SUMS)}
+    for masked, (points, requests) in usual.items():
+        assert policy.resolved(Policy(), masked=masked) == Policy(points=points, requests=requests)
+        for given in (Policy(points=0, requests=20), Policy(points=7, requests=1), NO_RULES):
             assert policy.resolved(given, masked=masked) == given
 
 
@@ -304,12 +302,12 @@ def test_a_policy_that_is_read_later_is_held_to_as_well(tmp_path: Path, given: s
 
 
 def test_under_the_default_a_site_without_masks_answers_no_message(tmp_path: Path) -> None:
-    site, memory = site_of(tmp_path, opened(sums="required")), file_memory(tmp_path)
+    site = site_of(tmp_path, opened(sums="required"))
     assert refused(sent(site, ask(1)))
-    assert _node.agree(site, {}, memory, {})[1]["refused"] == REFUSED
+    assert _node.agree(site, {}, None, {})[1]["refused"] == REFUSED
     parcel = fedppl.local.target.pack_target(LAYOUT.prior, LAYOUT.prior, 0.0), CONCLUDING
-    assert _conclusions.conclude(site, {}, memory, parcel) == ({}, {"client_id": "clinic 3"})
-    assert "error" in _node.introduce(site, {}, memory, {})[1]
+    assert _conclusions.conclude(site, {}, None, parcel) == ({}, {"client_id": "clinic 3"})
+    assert "error" in _node.introduce(site, {}, None, {})[1]
     assert not list(tmp_path.glob("*.nc"))
 
 
@@ -607,7 +605,7 @@ def test_an_honest_run_fits_into_the_default() -> None:
     model, clients = problems.logistic(rows=Policy().rows)
     engine = fedppl.InProcess(policy=SINGLE)
     fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1, engine=engine)
-    assert fit.status.ok and len(fit.records) <= Policy().requests
+    assert fit.status.ok and len(fit.records) <= policy.REQUESTS
     assert not any(record.failures for record in fit.records)
 
 
@@ -664,9 +662,8 @@ def site_of(folder: Path, rules: Policy = OPEN, algorithm: Any = None, model: An
     )
 
 
-def sent(site: Node, request: Request, memory: Memory | None = None) -> Any:
-    assert site.folder is not None
-    parcel = _node.answer_request(site, {}, memory or file_memory(site.folder), _wire.pack_request(request))
+def sent(site: Node, request: Request) -> Any:
+    parcel = _node.answer_request(site, {}, None, _wire.pack_request(request))
     return _wire.unpack_reply(*parcel)
 
 
@@ -675,7 +672,7 @@ def refused(reply: Any) -> bool:
 
 
 def log_of(folder: Path) -> list[dict[str, Any]]:
-    return list(audit.lines(folder / "audit.jsonl"))
+    return stored.lines(folder)
 
 
 def test_every_request_stands_in_the_log_and_refusals_sound_alike(tmp_path: Path) -> None:
@@ -722,73 +719,96 @@ def test_the_same_request_again_gets_the_same_answer_and_costs_nothing(tmp_path:
     first, again = sent(site, request), sent(site, request._replace(nonce=8))
     assert (first.nonce, again.nonce) == (7, 8)
     np.testing.assert_array_equal(first.message["site"], again.message["site"])
-    guard = _account.in_folder(OPEN, tmp_path, "clinic 3")
-    assert guard.read().requests == 1 and guard.read().spent == 0.25
+    ledger = stored.ledger(tmp_path, "clinic 3")
+    assert ledger.requests == 1 and ledger.spent == 0.25
     assert refused(sent(site, request._replace(seed=(2, 1, 5))))
     assert [line.get("repeated") for line in log_of(tmp_path)] == [None, None, True, None]
 
 
 def test_a_server_that_asks_without_end_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_account, "_ALL_OF", 4)
+    monkeypatch.setattr("fedppl.engine.guard._ALL_OF", 4)
     site = site_of(tmp_path, opened(requests=1))
     assert not refused(sent(site, ask(1)))
-    kept = sorted(path.name for path in tmp_path.iterdir())
+    kept, runs = stored.names(tmp_path), stored.execute(tmp_path, "SELECT * FROM runs")
     assert all(refused(sent(site, ask(1, f"made up {i}"))) for i in range(20))
-    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    assert stored.names(tmp_path) == kept and stored.execute(tmp_path, "SELECT * FROM runs") == runs
     lines = log_of(tmp_path)
     assert [line.get("refused_or_free") for line in lines] == [None, None, 1, 2, 3, 4, 8, 16]
+    assert {line["requests"] for line in lines} == {1}
     # What is cut off is seen even so.
-    (tmp_path / "audit.jsonl").write_text("".join((tmp_path / "audit.jsonl").read_text().splitlines(True)[:-1]))
+    stored.execute(tmp_path, "DELETE FROM chain WHERE line = ?", len(lines))
     assert refused(sent(site, ask(1, "after")))
-    assert len(log_of(tmp_path)) == len(lines) - 1
+    assert stored.execute(tmp_path, "SELECT count(*) FROM chain") == [(len(lines) - 1,)]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
 def test_what_a_site_keeps_is_its_owners(tmp_path: Path) -> None:
-    sent(site_of(tmp_path, OPEN), ask(1))
     before = os.umask(0o022)
     try:
+        sent(site_of(tmp_path, OPEN), ask(1))
+        with store.reading(tmp_path):
+            files = list(tmp_path.iterdir())
+            assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
         parcel = fedppl.local.target.pack_target(LAYOUT.prior, LAYOUT.prior, 0.0), CONCLUDING
-        _conclusions.conclude(site_of(tmp_path), {}, file_memory(tmp_path), parcel)
+        _conclusions.conclude(site_of(tmp_path), {}, None, parcel)
     finally:
         os.umask(before)
-    files = list(tmp_path.iterdir())
-    assert {"clinic%203.nc", "site.lock", "ledger.json"} <= {path.name for path in files}
-    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    files += list(tmp_path.iterdir())
+    names = {"clinic%203.nc", *(f"site.sqlite{end}" for end in ("", "-wal", "-shm"))}
+    assert {path.name for path in files} == names
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
 def test_an_account_is_counted_again_from_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    site = site_of(tmp_path, OPEN)
+    site, file = site_of(tmp_path, OPEN), tmp_path / store.FILE
     for number in (1, 2, 3):
         assert not refused(sent(site, ask(number)))
-    log, account = tmp_path / "audit.jsonl", tmp_path / "ledger.json"
-    assert audit.main([str(log)]) == 0 and "requests answered of clinic 3: 3" in capsys.readouterr().out
-    whole = signed.read_account(account)
-    fewer = {**whole["clients"]["clinic 3"], "requests": 0}
-    signed.write_account(account, {**whole, "clients": {"clinic 3": fewer}})  # by who has the key
-    assert audit.main([str(log)]) == 1 and "counts 0 requests, the log 3" in capsys.readouterr().err
-    signed.write_account(account, whole)
-    account.write_text(account.read_text().replace('"requests": 3', '"requests": 0'))
-    assert audit.main([str(log)]) == 1 and "not signed" in capsys.readouterr().err
-    signed.write_account(account, whole)
-    lines = log.read_bytes().splitlines(keepends=True)
-    log.write_bytes(b"".join(lines[:-1]))  # the chain holds, and only the account knows of the line
-    assert audit.main([str(log)]) == 1 and f"lacks line {len(lines)}, which was written" in capsys.readouterr().err
-    log.write_bytes(b"".join(lines))
+    assert audit.main([str(tmp_path)]) == 0 and "requests answered of clinic 3: 3" in capsys.readouterr().out
+    whole = file.read_bytes()
+    with store.changing(tmp_path) as here:  # by who has the key
+        clients = {"clinic 3": [0, *here.account[0].clients["clinic 3"][1:]]}
+        here.account[0] = here.account[0]._replace(clients=clients)
+    assert audit.main([str(tmp_path)]) == 1 and "counts 0 requests, its log 3" in capsys.readouterr().err
+    file.write_bytes(whole)
+    stored.execute(tmp_path, "DELETE FROM runs")
+    assert audit.main([str(tmp_path)]) == 1 and "rows on runs" in capsys.readouterr().err
+    file.write_bytes(whole)
+    stored.execute(tmp_path, "UPDATE chain SET record = replace(record, 'request', 'nothing') WHERE line = 1")
+    assert audit.main([str(tmp_path)]) == 1 and "broken at line 1" in capsys.readouterr().err
+    assert not refused(sent(site, ask(4)))  # which goes by the last line
+    file.write_bytes(whole)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FEDPPL_KEY_FILE", str(tmp_path / "another"))
-        assert audit.main([str(log)]) == 1 and "not checked: key file" in capsys.readouterr().err
-    account.rename(tmp_path / "away")
-    assert audit.main([str(log)]) == 0 and "no ledger.json beside it" in capsys.readouterr().out
-    assert audit.main([str(log), "--begin-anew"]) == 1 and "put it back" in capsys.readouterr().err
-    (tmp_path / "away").rename(account)
-    first = {**whole, "lines": 1, "head": log_of(tmp_path)[0]["digest"]}
-    signed.write_account(account, first)  # by who has the key, or an earlier one
-    assert audit.main([str(log)]) == 1 and "it is an earlier one" in capsys.readouterr().err
-    signed.write_account(account, whole)
-    assert audit.main([str(log), "--begin-anew"]) == 0
-    assert not refused(sent(site, ask(4))) and [line["line"] for line in log_of(tmp_path)] == [1, 2]
-    assert _account.in_folder(OPEN, tmp_path, "clinic 3").read().requests == 4
+        assert audit.main([str(tmp_path)]) == 1 and "not checked: key file" in capsys.readouterr().err
+
+
+def test_a_log_is_written_out_and_moved_away_and_its_chain_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, first, second = tmp_path / "site", tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    site = site_of(folder, OPEN)
+    assert not refused(sent(site, ask(1)))
+    before = log_of(folder)
+    assert audit.main([str(folder), "--export", str(first)]) == 0 and list(audit.lines(first)) == before
+    assert audit.main([str(folder), "--rotate", str(first)]) == 1 and "not done" in capsys.readouterr().err
+    first.unlink()
+    assert audit.main([str(folder), "--rotate", str(first)]) == 0 and list(audit.lines(first)) == before
+    assert log_of(folder) == [] and audit.main([str(folder)]) == 0
+    assert before[-1]["digest"] in capsys.readouterr().out
+    assert not refused(sent(site, ask(2))) and refused(sent(site, ask(1)))
+    after = log_of(folder)
+    assert [line["line"] for line in after] == [3, 4, 5] and after[0]["before"] == before[-1]["digest"]
+    assert stored.ledger(folder, "clinic 3").requests == 2
+    assert audit.main([str(folder), "--export", str(second)]) == 0
+    capsys.readouterr()
+    assert audit.main([str(second)]) == 0 and "line 3 follows" in capsys.readouterr().out
+    whole = tmp_path / "whole.jsonl"
+    whole.write_bytes(first.read_bytes() + second.read_bytes())
+    assert audit.main([str(whole)]) == 0 and "5 lines, the chain holds" in capsys.readouterr().out
+    if os.name == "posix":
+        assert {path.stat().st_mode & 0o777 for path in (first, second)} == {0o600}
+    stored.execute(folder, "DELETE FROM chain")
+    assert refused(sent(site, ask(3)))
 
 
 def test_a_refusal_is_said_in_pythons_log_and_names_its_site(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -806,15 +826,15 @@ def dies(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_site_that_died_over_a_request_repeats_no_older_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_site_that_died_over_a_request_answers_it_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = site_of(tmp_path, OPEN)
     assert not refused(sent(site, ask(1)))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("fedppl.engine.answer.released", dies)
         sent(site, ask(2, point=[1, 0, 0]))
-    assert refused(sent(site, ask(2, point=[1, 0, 0])))
+    assert stored.ledger(tmp_path, "clinic 3").requests == 1 and len(log_of(tmp_path)) == 2
+    first = sent(site, ask(2, point=[1, 0, 0]))
+    assert not refused(first) and sent(site, ask(2, point=[1, 0, 0])).message["value"] == first.message["value"]
     assert not refused(sent(site, ask(3, point=[1, 0, 0])))
 
 
@@ -826,43 +846,79 @@ def test_a_site_that_dies_while_it_keeps_an_answer_releases_it_once(
     algorithm = fedppl.PrivateEP(clip=1.0, noise_multiplier=2.0, releases=2)
     site = site_of(tmp_path, algorithm=algorithm)
     state = algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0))
-    message, replace, found = algorithm.broadcast(state, "clinic 3"), signed.replace, set()
+    message, write, found = algorithm.broadcast(state, "clinic 3"), store._write, set()
 
-    def torn(path: Path, raw: bytes) -> None:
-        if path.name.endswith("lasting"):
-            if when == "after":
-                replace(path, raw)
-            dies()
-        replace(path, raw)
+    def torn(here: store.Store) -> None:
+        if when == "after":
+            write(here)
+        dies()
 
     for number in range(1, 6):
         request = ask(number)._replace(message=message, seed=(number, 1, 1))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(signed, "replace", torn)
-            reply = sent(site, request)
-            if isinstance(reply, Failure):
-                dies()
+            patch.setattr(store, "_write", torn)
+            sent(site, request)
         reply = sent(site, request)
         found |= {reply.message["site"].tobytes()} if isinstance(reply, Reply) else set()
-    assert len(found) == (2 if when == "after" else 0)
+    assert len(found) == 2
+    assert stored.ledger(tmp_path, "clinic 3").requests == 5
+    assert audit.main([str(tmp_path)]) == 0
 
 
-def test_a_site_that_dies_over_its_log_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_answers_nothing_and_counts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = site_of(tmp_path, OPEN)
-    append = audit.append
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(audit, "append", lambda *given: (append(*given), dies()))
-        sent(site, ask(1))
-    assert not refused(sent(site, ask(2)))
-    with (tmp_path / "audit.jsonl").open("ab") as file:
-        file.write(b'{"line": 99, "ti')
-    assert not refused(sent(site, ask(3)))
-    assert [line["event"] for line in log_of(tmp_path) if line["event"] not in ("request", "reply")] == [
-        "half a line was dropped"
-    ]
-    raw = (tmp_path / "audit.jsonl").read_bytes()
-    (tmp_path / "audit.jsonl").write_bytes(raw[:-9])  # of a line that was finished
-    assert refused(sent(site, ask(4)))
+    assert not refused(sent(site, ask(1)))
+    connect = store.sqlite3.connect
+
+    def small(*given: Any, **named: Any) -> Any:
+        connection = connect(*given, **named)
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+        return connection
+
+    monkeypatch.setattr(store.sqlite3, "connect", small)
+    answered = [not refused(sent(site, ask(1, f"run {i}"))) for i in range(200)]
+    monkeypatch.setattr(store.sqlite3, "connect", connect)
+    assert not all(answered) and stored.ledger(tmp_path, "clinic 3").requests == 1 + sum(answered)
+    assert audit.main([str(tmp_path)]) == 0
+
+
+def test_a_request_costs_the_same_after_a_million_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite's own instructions, which do not depend on the machine; neither chain nor account is read as a whole."""
+    connect, steps = store.sqlite3.connect, [0]
+
+    def counting(*given: Any, **named: Any) -> Any:
+        connection = connect(*given, **named)
+        connection.set_progress_handler(lambda: steps.append(steps.pop() + 1), 1)
+        return connection
+
+    def cost(number: int) -> int:
+        steps[0] = 0
+        assert not refused(sent(site, ask(number)))
+        return steps[0]
+
+    site = site_of(tmp_path, OPEN)
+    assert not refused(sent(site, ask(1)))
+    monkeypatch.setattr(store.sqlite3, "connect", counting)
+    before = cost(2)
+    monkeypatch.setattr(store.sqlite3, "connect", connect)
+    with store.changing(tmp_path) as here:
+        first = here.account[0].head.length + 1
+        numbers = "WITH RECURSIVE n(i) AS (SELECT ? UNION ALL SELECT i + 1 FROM n WHERE i < 1000000)"
+        here.connection.execute(f"{numbers} INSERT INTO chain SELECT i, 'x' FROM n", (first,))  # noqa: S608
+        here.account[0] = here.account[0]._replace(head=store.Head(10**6, "0" * 64))
+        store.append(here, {"event": "introduction"})
+    monkeypatch.setattr(store.sqlite3, "connect", counting)
+    assert 0 < cost(3) < 1.1 * before
+
+
+def test_another_process_that_holds_the_file_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_PATIENCE", 0.01)
+    with store.changing(tmp_path):
+        with store.reading(tmp_path):
+            pass  # who only reads does not wait
+        with pytest.raises(DataError, match="held by another process"), store.changing(tmp_path):
+            pass
 
 
 def test_parallel_requests_are_let_through_one_by_one(tmp_path: Path) -> None:
@@ -870,7 +926,7 @@ def test_parallel_requests_are_let_through_one_by_one(tmp_path: Path) -> None:
     site = site_of(tmp_path, algorithm=algorithm)
     state = algorithm.init(LAYOUT, ("clinic 3",), np.random.default_rng(0))
     message = algorithm.broadcast(state, "clinic 3")
-    _node.introduce(site, {}, file_memory(tmp_path), {})
+    _node.introduce(site, {}, None, {})
     answers: list[Any] = [None] * 12
 
     def one(i: int) -> None:
@@ -882,8 +938,8 @@ def test_parallel_requests_are_let_through_one_by_one(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sum(isinstance(reply, Reply) for reply in answers) == 3
-    assert _account.in_folder(OPEN, tmp_path, "clinic 3").read().requests == 12
-    audit.head(tmp_path / "audit.jsonl")
+    assert stored.ledger(tmp_path, "clinic 3").requests == 12
+    assert audit.main([str(tmp_path)]) == 0
 
 
 def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
@@ -904,61 +960,53 @@ def test_the_budget_counts_epsilon_over_settings(tmp_path: Path) -> None:
     assert told[1] == pytest.approx(privacy.epsilon(1.5, 2))
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda folder: (folder / "audit.jsonl").unlink(),
-        lambda folder: (folder / "ledger.json").unlink(),
-        lambda folder: (folder / "ledger.json").write_text("{"),
-        lambda folder: (folder / "ledger.json").write_text(
-            (folder / "ledger.json").read_text().replace('"requests": 1', '"requests": NaN')
-        ),
-        lambda folder: (folder / "ledger.json").write_text(
-            (folder / "ledger.json").read_text().replace('"requests": 1', '"requests": 0')
-        ),
-        lambda folder: (folder / "ledger.json").write_text(
-            json.dumps({k: v for k, v in json.loads((folder / "ledger.json").read_text()).items() if k != "signature"})
-        ),
-        lambda folder: audit.append(
-            folder / "audit.jsonl",
-            {"event": "request"},
-            audit.append(
-                folder / "audit.jsonl", {"event": "request"}, audit.append(folder / "audit.jsonl", {"event": "request"})
-            ),
-        ),
-        lambda folder: (folder / "audit.jsonl").write_bytes(b"".join(_first_lines(folder, 1))),
-        lambda folder: ((folder / "audit.jsonl").unlink(), (folder / "audit.jsonl").mkdir()),
-    ],
-    ids=[
-        "no log",
-        "no ledger",
-        "ledger damaged",
-        "no number",
-        "count edited",
-        "not signed",
-        "older ledger",
-        "log cut",
-        "log not writable",
-    ],
-)
-def test_without_its_log_a_site_answers_nothing(tmp_path: Path, spoil: Any) -> None:
+def _set(sql: str) -> Callable[[Path], None]:
+    return lambda folder: stored.execute(folder, sql) and None
+
+
+def _older(folder: Path) -> None:
+    """Row on the run of the file as it was a request before, with all else as it is."""
+    ((before,),) = stored.execute(folder, 'SELECT content FROM runs WHERE key LIKE \'%"run", "r"]\'')
+    assert not refused(sent(site_of(folder), ask(2)))
+    stored.execute(folder, 'UPDATE runs SET content = ? WHERE key LIKE \'%"run", "r"]\'', before)
+
+
+SPOILT: dict[str, Callable[[Path], Any]] = {
+    "no account": _set("DELETE FROM account"),
+    "two accounts": _set("INSERT INTO account SELECT * FROM account"),
+    "file damaged": lambda folder: (folder / store.FILE).write_bytes(b"{" * 4096),
+    "no number": _set("UPDATE account SET content = replace(content, '[1, ', '[NaN, ')"),
+    "count edited": _set("UPDATE account SET content = replace(content, '[1, ', '[0, ')"),
+    "not signed": _set("UPDATE account SET signature = x''"),
+    "a number as the signature": _set("UPDATE account SET signature = 1099511627776"),
+    "bytes as the account": _set("UPDATE account SET content = CAST(content AS BLOB)"),
+    "bytes as a run": _set("UPDATE runs SET content = CAST(content AS BLOB)"),
+    "no UTF-8": _set("UPDATE runs SET content = CAST(x'ff' AS TEXT)"),
+    "row of a run deleted": _set("DELETE FROM runs"),
+    "row of a run edited": _set("UPDATE runs SET content = replace(content, '[1, ', '[0, ')"),
+    "older row of a run": _older,
+    "log cut": _set("DELETE FROM chain WHERE line = (SELECT max(line) FROM chain)"),
+    "no log": _set("DELETE FROM chain"),
+    "a line more": _set(
+        "INSERT INTO chain SELECT line + 1, record FROM chain WHERE line = (SELECT max(line) FROM chain)"
+    ),
+    "last line edited": _set("UPDATE chain SET record = replace(record, 'reply', 'nothing')"),
+    "last line of no number": _set("UPDATE chain SET record = '[' WHERE line = (SELECT max(line) FROM chain)"),
+    "a trigger": _set("CREATE TRIGGER gone AFTER INSERT ON state BEGIN DELETE FROM state; END"),
+    "others may read": lambda folder: (folder / store.FILE).chmod(0o640),
+    "a link": lambda folder: (folder / store.FILE).rename(folder / "b") and (folder / store.FILE).symlink_to("b"),
+    "an earlier version's": lambda folder: (folder / "ledger.json").write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
+def test_without_its_account_a_site_answers_nothing(tmp_path: Path, spoil: Any) -> None:
     site = site_of(tmp_path)
     assert not refused(sent(site, ask(1)))
     spoil(tmp_path)
-    assert refused(sent(site, ask(2)))
-    assert "error" in _node.introduce(site, {}, file_memory(tmp_path), {})[1]
-
-
-def _first_lines(folder: Path, count: int) -> list[bytes]:
-    return (folder / "audit.jsonl").read_bytes().splitlines(keepends=True)[:count]
-
-
-def test_a_log_that_knows_more_than_the_ledger_is_no_fault(tmp_path: Path) -> None:
-    """The process died between the two."""
-    site = site_of(tmp_path)
-    assert not refused(sent(site, ask(1)))
-    audit.append(tmp_path / "audit.jsonl", {"event": "request", "run": "r", "round": 2})
-    assert not refused(sent(site, ask(2)))
+    assert refused(sent(site, ask(3)))
+    with pytest.raises(DataError, match="put back|[Ff]inish|Put back"), store.changing(tmp_path) as here:
+        in_store(OPEN, here, "clinic 3").known("run", "r")
 
 
 @pytest.mark.parametrize(
@@ -971,7 +1019,7 @@ def test_a_log_that_knows_more_than_the_ledger_is_no_fault(tmp_path: Path) -> No
     ],
 )
 def test_what_cannot_be_read_is_refused_and_logged(tmp_path: Path, texts: dict[str, str]) -> None:
-    arrays, told = _node.answer_request(site_of(tmp_path), {}, file_memory(tmp_path), ({}, texts))
+    arrays, told = _node.answer_request(site_of(tmp_path), {}, None, ({}, texts))
     assert not arrays and told["failure"] == REFUSED
     assert [line["refused"].partition(":")[0] for line in log_of(tmp_path)] == ["malformed"]
 
@@ -986,7 +1034,7 @@ def test_an_introduction_tells_one_bit_of_the_data(tmp_path: Path) -> None:
     for i, rules in enumerate((SINGLE, opened(parameters_per_row=1e-3), opened(rows=15))):
         folder = tmp_path / str(i)
         folder.mkdir()
-        told.add(_node.introduce(site_of(folder, rules), {}, file_memory(folder), {})[1]["error"])
+        told.add(_node.introduce(site_of(folder, rules), {}, None, {})[1]["error"])
         assert log_of(folder)[0]["refused"].startswith(("rows: 14", "parameters_per_row: 3"))
         assert refused(sent(site_of(folder, rules), ask()))  # whoever does not ask first is not answered either
     assert len(told) == 1 and "14" not in told.pop()
@@ -1028,7 +1076,7 @@ def test_no_word_of_a_builder_leaves_a_site(tmp_path: Path, builder: Any) -> Non
         folder = tmp_path / str(rules.rows)
         folder.mkdir()
         model = FederatedModel(builder, ["mu"])
-        told.append(_node.introduce(site_of(folder, rules, model=model), {}, file_memory(folder), {})[1]["error"])
+        told.append(_node.introduce(site_of(folder, rules, model=model), {}, None, {})[1]["error"])
     assert told[0] == "DataError: the reason is in the site's own log"
     assert "policy of its site" in told[1]  # with too few rows it is not called at all
     calls = [line["refused"] for line in log_of(tmp_path / "15")]
@@ -1042,12 +1090,12 @@ def test_introductions_are_counted(tmp_path: Path) -> None:
     told, counts = [], []
     for number, limit in enumerate(limits):
         site = site_of(tmp_path, rules, model=clipped_at(limit))._replace(token=f"counted {number}")
-        told.append(_node.introduce(site, {}, file_memory(tmp_path), {})[1].get("error", "takes part"))
-        counts.append(_account.in_folder(rules, tmp_path, "clinic 3").read().requests)
+        told.append(_node.introduce(site, {}, None, {})[1].get("error", "takes part"))
+        counts.append(stored.ledger(tmp_path, "clinic 3").requests)
     assert counts == [0, 0, 1, 2, 2, 3, 3], told
     assert len(set(told[:5])) == 1 and told[5] == "takes part" and "policy of its site" in told[6]
     assert refused(sent(site_of(tmp_path, rules, model=clipped_at(70.0))._replace(token="asked"), ask(1)))
-    assert audit.main([str(tmp_path / "audit.jsonl")]) == 0
+    assert audit.main([str(tmp_path)]) == 0
 
 
 def test_under_a_total_epsilon_there_is_one_declaration(tmp_path: Path) -> None:
@@ -1057,9 +1105,9 @@ def test_under_a_total_epsilon_there_is_one_declaration(tmp_path: Path) -> None:
     told = []
     for number, limit in enumerate((50.0, 1.0, 60.0, 50.0)):  # the second cannot be built on these rows
         site = site_of(tmp_path, rules, algorithm=algorithm, model=clipped_at(limit))._replace(token=f"one {number}")
-        told.append(_node.introduce(site, {}, file_memory(tmp_path), {})[1].get("error", "takes part"))
+        told.append(_node.introduce(site, {}, None, {})[1].get("error", "takes part"))
     assert told[0] == told[3] == "takes part" and told[1] == told[2]
-    account = _account.in_folder(rules, tmp_path, "clinic 3").read()
+    account = stored.ledger(tmp_path, "clinic 3")
     assert (account.requests, account.unknown) == (0, 0)
     refusals = [line["refused"] for line in log_of(tmp_path) if line.get("refused")]
     assert len(refusals) == 2 and all(one.startswith("epsilon: ") and "new account" in one for one in refusals)
@@ -1103,7 +1151,7 @@ def test_data_that_differ_by_few_rows_are_not_answered_about(tmp_path: Path, cas
     first = standardised(BEFORE) if "standardised" in case else BEFORE
     assert not refused(sent(site_of(tmp_path, OPEN, data=first), ask(1, "first")))
     site = site_of(tmp_path, OPEN, data=data)
-    assert ("error" in _node.introduce(site, {}, file_memory(tmp_path), {})[1]) is not allowed
+    assert ("error" in _node.introduce(site, {}, None, {})[1]) is not allowed
     assert refused(sent(site, ask(1, "second"))) is not allowed
     rules = {str(line["refused"]).partition(":")[0] for line in log_of(tmp_path) if line.get("refused")}
     assert rules == (set() if allowed else {"changed_rows"})
@@ -1115,7 +1163,7 @@ def test_data_are_held_against_every_version_that_was_answered_about(tmp_path: P
     """Not against the last alone, nor against one that was looked at and not answered about."""
     second = wards(80, 1)
     looked_at = site_of(tmp_path, OPEN, data=less(second, 3))
-    assert "error" not in _node.introduce(looked_at, {}, file_memory(tmp_path), {})[1]
+    assert "error" not in _node.introduce(looked_at, {}, None, {})[1]
     for number, data in enumerate((BEFORE, second)):
         assert not refused(sent(site_of(tmp_path, OPEN, data=data), ask(1, f"run {number}")))
     assert refused(sent(site_of(tmp_path, OPEN, data=less(BEFORE, 1)), ask(1, "run 3")))
@@ -1149,7 +1197,7 @@ def conclusion(site: Node, run: str, mean: float, cavity: float = 400.0) -> Any:
     q = Gaussian(np.array([cavity * mean]), np.array([[cavity]]))
     arrays = fedppl.local.target.pack_target(q, q, 0.0)
     texts = {"client_id": "clinic 3", "run": run, "seed": "1", "status": "converged"}
-    return _conclusions.conclude(site, {}, file_memory(site.folder), (arrays, texts))
+    return _conclusions.conclude(site, {}, None, (arrays, texts))
 
 
 @pytest.mark.parametrize(
@@ -1157,10 +1205,11 @@ def conclusion(site: Node, run: str, mean: float, cavity: float = 400.0) -> Any:
 )
 def test_a_conclusion_that_cannot_be_read_is_logged_in_a_line(tmp_path: Path, changes: dict[str, str]) -> None:
     texts = {"client_id": "clinic 3", "run": "r", "seed": "1", "status": "converged", **changes}
-    arrays, told = _conclusions.conclude(site_of(tmp_path), {}, file_memory(tmp_path), ({}, texts))
+    arrays, told = _conclusions.conclude(site_of(tmp_path), {}, None, ({}, texts))
     assert not arrays and set(told) == {"client_id"}
     assert [line["refused"].partition(":")[0] for line in log_of(tmp_path)] == ["malformed"]
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 10_000
+    ((size,),) = stored.execute(tmp_path, "SELECT sum(length(record)) FROM chain")
+    assert size < 10_000
 
 
 @pytest.mark.parametrize("asked", ["one run", "many runs"])
@@ -1191,7 +1240,7 @@ def test_conclusions_tell_nothing_of_a_uniform_likelihood(tmp_path: Path, asked:
     told = [conclusion(site, run, mean) for run, mean in zip(runs, widths, strict=True)]
     assert all(one == ({}, {"client_id": "clinic 3"}) for one in told)
     drawn = [line for line in log_of(tmp_path) if line["event"] == "conclusion" and not line["refused"]]
-    assert len(drawn) == (1 if asked == "one run" else Policy().requests)
+    assert len(drawn) == (1 if asked == "one run" else policy.REQUESTS)
     assert failed >= 1
     assert not list(tmp_path.glob("*.nc"))
 
@@ -1206,7 +1255,7 @@ def test_a_conclusion_says_nothing_of_data_that_changed(tmp_path: Path) -> None:
         fedppl.local.target.pack_target(q, q, 0.0),
         {"client_id": "clinic 3", "run": "r", "seed": "1", "status": "converged"},
     )
-    assert _conclusions.conclude(changed, {}, file_memory(tmp_path), parcel) == ({}, {"client_id": "clinic 3"})
+    assert _conclusions.conclude(changed, {}, None, parcel) == ({}, {"client_id": "clinic 3"})
     assert not list(tmp_path.glob("*.nc"))
     assert refused(sent(changed, ask(2)))
     assert "its data are not those" in log_of(tmp_path)[-1]["refused"]
@@ -1221,7 +1270,7 @@ def test_a_run_that_goes_on_is_concluded_again_once(tmp_path: Path) -> None:
     for number in (1, 2):
         assert not refused(sent(site, ask(number)))
         for _ in range(3):
-            _conclusions.conclude(site, {}, file_memory(tmp_path), parcel)
+            _conclusions.conclude(site, {}, None, parcel)
     assert (tmp_path / "clinic%203.nc").exists()
     told = [line["refused"] for line in log_of(tmp_path) if line["event"] == "conclusion"]
     assert [rule is None for rule in told] == [True, False, False] * 2

@@ -17,10 +17,10 @@ pytest.importorskip("flwr")
 pytest.importorskip("sqlalchemy")
 
 import fedppl
-from fedppl import DeclarationError, Policy, audit, sources
+from fedppl import DeclarationError, Policy, sources
 from fedppl.flower import apps
 from fedppl.sites import AGREE, ASK, GATE, HELLO, JOIN, conclusions
-from fedppl.storage.signed import file_memory
+from tests.support import stored
 from tests.support.fake_grid import FakeGrid, node
 
 NAMES = ("north", "south", "west")
@@ -68,7 +68,7 @@ def run(databases: Path, folder: Path, query: str, rules: Mapping[str, Policy]) 
 def test_a_listed_query_is_answered_and_stands_in_the_log_with_its_run(databases: Path, tmp_path: Path) -> None:
     _, (fit,) = run(databases, tmp_path, QUERY, dict.fromkeys(NAMES, LISTED))
     for name in NAMES:
-        lines = list(audit.lines(tmp_path / name / "audit.jsonl"))
+        lines = stored.lines(tmp_path / name)
         assert {line["query"] for line in lines} == set(LISTED.allowed_queries or ())
         rounds = {line.get("round") for line in lines if line["event"] == "request" and line["refused"] is None}
         assert {record.number for record in fit.records} <= rounds
@@ -80,7 +80,7 @@ def test_a_changed_query_is_refused_before_it_is_asked(databases: Path, tmp_path
     rules = {"north": LISTED, "south": OPEN, "west": OPEN}
     with pytest.raises(DeclarationError, match="2 of 3"):
         run(databases, tmp_path, changed, rules)
-    lines = list(audit.lines(tmp_path / "north" / "audit.jsonl"))
+    lines = stored.lines(tmp_path / "north")
     digest = sources.sql("sqlite://", changed).digest
     assert lines and all(line["event"] == "query" and line["query"] == digest for line in lines)
     assert all(f"{digest} is not listed" in line["refused"] and "add" in line["refused"] for line in lines)
@@ -90,7 +90,7 @@ def asked_of(folder: Path, load: Any, kind: str) -> Any:
     app = fedppl.Flower.client_app(MODEL, fedppl.EP(), load, folder=folder, policy=LISTED)
     here = apps.declared[app]({"client-id": "north"})
     texts = {"client_id": "north", "min_count": "5", "nonce": "1"}
-    return conclusions.answer(kind, here, {"client-id": "north"}, file_memory(folder), ({}, texts))
+    return conclusions.answer(kind, here, {"client-id": "north"}, None, ({}, texts))
 
 
 @pytest.mark.parametrize("kind", [HELLO, AGREE, ASK, JOIN, GATE])
@@ -101,6 +101,6 @@ def test_no_message_makes_a_site_read_rows_by_another_query(tmp_path: Path, kind
         folder = tmp_path / str(place)
         arrays, texts = asked_of(folder, load, kind)
         assert not arrays and "log" in str(texts) and not read
-        rules = [line["refused"] for line in audit.lines(folder / "audit.jsonl")]
+        rules = [line["refused"] for line in stored.lines(folder)]
         assert rules and all(rule.startswith("allowed_queries: ") for rule in rules)
         assert any("fedppl.sources" in rule for rule in rules) is bool(place)

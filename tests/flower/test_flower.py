@@ -31,7 +31,7 @@ from fedppl.sites import ASK, HELLO, parcel_of
 from fedppl.sites.engine import SitesEngine
 from fedppl.testing import normal_means
 from fedppl.types import Status
-from tests.support import problems
+from tests.support import problems, stored
 from tests.support.fake_grid import FakeGrid, Node, arrays_of, engine_of, node, remember
 from tests.support.markers import slow_but
 
@@ -491,8 +491,8 @@ def test_a_damaged_personal_file_is_started_again(tmp_path: Path, caplog: pytest
 
     def damage(step: fedppl.Round) -> None:
         if step.number == 1:
-            (path,) = tmp_path.glob("*.personal")
-            path.write_bytes(path.read_bytes()[:-5])
+            (name,) = (name for name in stored.names(tmp_path) if name.endswith(".personal"))
+            stored.alter(tmp_path, name, lambda raw: raw[:-5])
 
     with caplog.at_level(logging.WARNING):
         result = fit(grid, model, 1, counting(), rounds=3, callback=damage)
@@ -514,8 +514,7 @@ def test_a_privacy_budget_outlives_runs_and_a_damaged_one_is_not_started_again(t
     assert not second.records[0].failures
     assert all("releases=3 of this client are used up" in reason for reason in second.records[1].failures.values())
     assert set(second.records[1].failures) == set(clients)
-    (path,) = (tmp_path / "client 0").glob("*.lasting")
-    path.write_bytes(path.read_bytes()[:-3])
+    stored.alter(tmp_path / "client 0", "client 0.lasting", lambda raw: raw[:-3])
     third = fit(grid, model, 2, algorithm, rounds=1)
     assert third.records[0].failures["client 0"] == "refused by its site; the reason is in the site's own log"
 
@@ -551,7 +550,7 @@ def test_other_data_at_a_site_are_refused_for_the_run_that_had_others(kept: str,
     again = fit(grid, model, 2, rounds=1)  # another run takes them
     assert not again.records[0].failures
     if kept == "folder":
-        assert len(list((tmp_path / "client 1").glob("*.data"))) == 2
+        assert sum(name.endswith(".data") for name in stored.names(tmp_path / "client 1")) == 2
 
 
 def test_other_data_at_a_site_draw_no_posterior_of_a_finished_run(
@@ -732,7 +731,7 @@ def test_a_site_keeps_to_its_policy(given: str, tmp_path: Path) -> None:
         fit(FakeGrid(nodes), model, 2)
     result = fit(FakeGrid(nodes), model, 1)
     assert result.client_ids == ("large",)
-    events = [line["event"] for line in audit.lines(tmp_path / "large" / "audit.jsonl")]
+    events = [line["event"] for line in audit.lines(tmp_path / "large")]
     assert events.count("request") == events.count("reply") == len(result.records)
     assert {"introduction", "conclusion"} <= set(events)
 

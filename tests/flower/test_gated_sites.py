@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
+import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED
 from fedppl.flower.messages import to_content, unread
 from fedppl.numerics.streams import client_seed
-from fedppl.sites import ASK, GATE, GREET, JOIN, masks, parcel_of, wire
-from fedppl.storage import signed
+from fedppl.sites import ASK, CONCLUDE, GATE, GREET, JOIN, masks, parcel_of, wire
+from fedppl.storage import signed, store
 from fedppl.types import ConvergenceWarning
 from tests.engine.test_few_rows_in_sums import RULES, cohort
 from tests.flower.test_secure_sites import bits, identities
+from tests.support import stored
 from tests.support.fake_grid import FakeGrid, engine_of, node, remember
 
 NAMES = tuple(f"site {site}" for site in range(5))
@@ -68,7 +69,7 @@ def kinds(grid: FakeGrid) -> list[str]:
 
 
 def lines(base: Path, name: str, event: str) -> list[Mapping[str, Any]]:
-    return [line for line in audit.lines(base / f"at {name}" / "audit.jsonl") if line["event"] == event]
+    return [line for line in audit.lines(base / f"at {name}") if line["event"] == event]
 
 
 def test_a_level_of_one_row_at_one_site_is_fitted_and_every_request_has_a_gate(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ class Server:
         greetings = [
             masks.unpack_greeting(self.send(GREET, name, ({}, masks.ask(name, "run")))[1], name) for name in NAMES
         ]
-        texts = [masks.ask(name, "run") | masks.pack_cohort(greetings) for name in NAMES]
+        self.texts = texts = [masks.ask(name, "run") | masks.pack_cohort(greetings) for name in NAMES]
         parts = [self.send(JOIN, name, ({}, text))[1] for name, text in zip(NAMES, texts, strict=True)]
         self.counts = [masks.unpack_part(part, name) for name, part in zip(NAMES, parts, strict=True)]
 
@@ -158,7 +159,7 @@ class Server:
         return np.asarray(reply.message[masks.WORDS]).view(np.uint64)
 
     def rule(self, name: str) -> str:
-        found = [line["refused"] for line in audit.lines(self.folder / f"at {name}" / "audit.jsonl")]
+        found = [line["refused"] for line in audit.lines(self.folder / f"at {name}")]
         return str([rule for rule in found if rule][-1]).partition(":")[0]
 
     def moved(self) -> dict[str, Any]:
@@ -214,8 +215,7 @@ def test_gates_whose_requests_nobody_is_asked_count_as_requests(server: Server) 
     """A member beside the server reads their sums: they are bounded as the requests are."""
 
     def requests() -> int:
-        account = json.loads((server.folder / "at site 0" / "ledger.json").read_bytes())
-        return int(account["clients"]["site 0"]["requests"])
+        return stored.ledger(server.folder / "at site 0", "site 0").requests
 
     before = requests()
     parts = server.gates()
@@ -290,21 +290,37 @@ def test_a_site_that_fails_alone_away_from_the_prior_s_mean_is_looked_at_in_sums
     assert_allclose(gaussian.mean(found.posterior) / sd, gaussian.mean(here.posterior) / sd, rtol=0, atol=1e-6)
 
 
-def test_a_site_that_was_killed_before_it_answered_a_gate_has_the_same_part(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replace, made = signed.replace, []
-
-    def killed(path: Path, raw: bytes) -> None:
-        if path.name == "run.gate":
-            made.append(signed.unpack(raw, "it", "run.gate"))
-            raise SystemExit("killed")
-        replace(path, raw)
-
-    monkeypatch.setattr(signed, "replace", killed)
-    with pytest.raises(SystemExit):
+def test_a_site_that_was_killed_before_it_answered_a_gate_has_the_same_part(server: Server) -> None:
+    made: list[Any] = []
+    with stored.killed_while_keeping(".gate", made=made, how=SystemExit), pytest.raises(SystemExit):
         server.gate("site 0")
-    monkeypatch.setattr(signed, "replace", replace)
     part = server.gate("site 0")
     assert isinstance(part, secure.Part)
-    assert_array_equal(np.frombuffer(part.words, "<i8"), made[0]["arrays"][masks.WORDS])
+    kept = signed.unpack(made[0][1], "it", "run.gate")
+    assert_array_equal(np.frombuffer(part.words, "<i8"), kept["arrays"][masks.WORDS])
+
+
+def test_nothing_leaves_that_the_site_could_not_keep(server: Server) -> None:
+    """Neither what is new nor what was told before, where the end of the transaction fails."""
+    parts = server.gates()
+    (arrays, texts), (with_arrays, with_texts) = server.parcel("site 0"), masks.pack_gate(parts)
+    over = {"client_id": "site 0", "run": "run", "seed": "1", "status": "converged"}
+    sent = {
+        GATE: server.parcel("site 0", 2),
+        ASK: ({**arrays, **with_arrays}, {**texts, **with_texts}),
+        CONCLUDE: (server.message, over),
+        JOIN: ({}, server.texts[0]),
+    }
+    before = lines(server.folder, "site 0", "cohort"), lines(server.folder, "site 0", "request")
+
+    def full(_: store.Store) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "_write", full)
+        for kind, parcel in sent.items():
+            told = server.send(kind, "site 0", parcel)
+            assert not told[0] and (kind == CONCLUDE or REFUSED in told[1].values()), (kind, told)
+    assert (lines(server.folder, "site 0", "cohort"), lines(server.folder, "site 0", "request")) == before
+    assert isinstance(server.ask("site 0", parts), np.ndarray)
+    assert masks.unpack_part(server.send(JOIN, "site 0", sent[JOIN])[1], "site 0") == server.counts[0]

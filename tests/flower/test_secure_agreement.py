@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,12 +19,13 @@ from flwr.app import Message as FlowerMessage
 
 import fedppl
 from fedppl import DataError, DeclarationError, Policy, audit, gaussian, site
-from fedppl.engine import account, secure
+from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED
 from fedppl.flower.messages import to_content, unread
 from fedppl.formulas.exchange import flat, in_sum, of_sum, sizes
 from fedppl.sites import AGREE, ASK, GREET, HELLO, JOIN, masks, parcel_of, wire
 from fedppl.sites.site_agreement import named
+from tests.support import stored
 from tests.support.fake_grid import FakeGrid, node
 
 NAMES = ("north", "south", "west")
@@ -91,7 +91,7 @@ def words_of(grid: FakeGrid) -> list[np.ndarray]:
 
 
 def lines_of(folder: Path, name: str) -> list[dict[str, Any]]:
-    return list(audit.lines(folder / f"at {name}" / "audit.jsonl"))
+    return list(audit.lines(folder / f"at {name}"))
 
 
 def bits(words: np.ndarray) -> np.ndarray:
@@ -231,13 +231,13 @@ def test_it_is_answered_alike_whenever_it_is_asked_and_counted_once(tmp_path: Pa
     again = grid_of(tmp_path)
     agree(again)
     for name in NAMES:
-        (tmp_path / f"at {name}" / f"{name}.added").unlink()
+        stored.execute(tmp_path / f"at {name}", "DELETE FROM state WHERE name = ?", f"{name}.added")
     without = grid_of(tmp_path)
     agree(without)
     assert_array_equal(words_of(again), words_of(grid))
     assert_array_equal(words_of(without), words_of(grid))
-    ledger = json.loads((tmp_path / "at north" / "ledger.json").read_bytes())["clients"]["north"]
-    assert ledger["requests"] == 1 + 2  # the cohort, and the summary, which was counted anew without the file
+    # The cohort, and the summary, which was counted anew without the row.
+    assert stored.ledger(tmp_path / "at north", "north").requests == 1 + 2
     events = [line["event"] for line in lines_of(tmp_path, "north")]
     assert events == ["cohort", "request", "reply", "agreement", "request", "reply"]
     assert lines_of(tmp_path, "north")[2]["released"] == {"age": 4, "ward": 4, "y": 4} | {
@@ -270,26 +270,16 @@ def refusal(folder: Path, grid: FakeGrid, cohort: list[secure.Greeting]) -> str:
     return str(lines_of(folder, NAMES[0])[-1]["refused"])
 
 
-@pytest.mark.parametrize("writes", [1, 2, 3, 4])
-def test_a_site_that_was_killed_answers_when_it_is_asked_again(
-    writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the cohort was counted, after the summary was, and after it was logged to leave."""
-    grid, left = grid_of(tmp_path), [writes]
-    cohort, write = greetings(grid), account.write_account
-
-    def killed(path: Path, content: Mapping[str, Any]) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise SystemExit("killed")
-        write(path, content)
-
-    monkeypatch.setattr(account, "write_account", killed)
-    with pytest.raises(SystemExit):
+def test_a_site_that_was_killed_answers_when_it_is_asked_again(tmp_path: Path) -> None:
+    """The cohort and the summary were not counted either, as nothing has left."""
+    grid, made = grid_of(tmp_path), list[tuple[str, bytes]]()
+    cohort = greetings(grid)
+    with stored.killed_while_keeping(".added", made=made, how=SystemExit), pytest.raises(SystemExit):
         send(grid, 0, cohort)
-    monkeypatch.setattr(account, "write_account", write)
+    assert made and stored.ledger(tmp_path / f"at {NAMES[0]}", NAMES[0]).requests == 0
     assert greetings(grid) == cohort
     assert secure.added([part(grid, place, cohort) for place in range(3)])[0] == 180
+    assert stored.ledger(tmp_path / f"at {NAMES[0]}", NAMES[0]).requests == 2
 
 
 def test_changed_rows_are_another_question_under_other_masks(tmp_path: Path) -> None:

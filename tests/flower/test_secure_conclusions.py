@@ -31,6 +31,7 @@ from fedppl.sites import node as _node
 from fedppl.storage import signed
 from fedppl.testing import normal_means
 from tests.flower.test_secure_sites import NAMES, OPEN, bits, identities, refused_by
+from tests.support import stored
 from tests.support.fake_grid import FakeGrid, engine_of, node, remember
 
 BOTH = dataclasses.replace(OPEN, conclusions=("loo", "calibration"))
@@ -310,7 +311,7 @@ def test_a_p_value_is_of_one_site_and_is_refused(tmp_path: Path) -> None:
 
 
 def refusals(folder: Path, name: str) -> list[str]:
-    lines = fedppl.audit.lines(folder / f"at {name}" / "audit.jsonl")
+    lines = fedppl.audit.lines(folder / f"at {name}")
     return [line["refused"] for line in lines if line.get("refused")]
 
 
@@ -383,7 +384,7 @@ def site_of(base: Path, name: str, rules: Policy = BOTH) -> tuple[_node.Node, An
         None,
         base / name,
     )
-    return here, signed.file_memory(folder)
+    return here
 
 
 @pytest.fixture
@@ -405,30 +406,21 @@ def ended(tmp_path: Path) -> tuple[Path, dict[str, Any], list[Any]]:
 
 
 def asked(base: Path, name: str, arrays: Any, texts: Mapping[str, str]) -> dict[str, Any]:
-    here, memory = site_of(base, name)
-    told, about = conclusions.conclude(here, {}, memory, (arrays, {**texts, "client_id": name}))
+    told, about = conclusions.conclude(site_of(base, name), {}, None, (arrays, {**texts, "client_id": name}))
     assert about == {"client_id": name}
     return dict(told)
 
 
-def test_a_site_that_was_killed_before_it_told_says_the_same(ended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_that_was_killed_before_it_told_says_the_same(ended: Any) -> None:
     base, arrays, (texts,) = ended
-    replace, made = signed.replace, []
-
-    def killed(path: Path, raw: bytes) -> None:
-        if path.name.endswith(".conclusion"):
-            made.append(signed.unpack(raw, "it", f"{texts['run']}.conclusion"))
-            raise SystemExit("killed")
-        replace(path, raw)
-
-    monkeypatch.setattr(signed, "replace", killed)
-    with pytest.raises(SystemExit):
+    made: list[Any] = []
+    with stored.killed_while_keeping(".conclusion", made=made, how=SystemExit), pytest.raises(SystemExit):
         asked(base, "client 0", arrays["client 0"], texts)
-    monkeypatch.setattr(signed, "replace", replace)
+    kept = signed.unpack(made[0][1], "it", made[0][0])
     words = asked(base, "client 0", arrays["client 0"], texts)
     assert set(words) == set(conclusions.SUMS)
     for name in words:
-        assert_array_equal(words[name], made[0][1][name])
+        assert_array_equal(words[name], kept[1][name])
     again = asked(base, "client 0", arrays["client 0"], texts)
     assert all(np.array_equal(again[name], words[name]) for name in words)
 
@@ -441,8 +433,8 @@ def test_no_second_answer_about_another_q_and_no_masks_twice(ended: Any) -> None
     assert asked(base, "client 0", moved, texts) == {}
     assert asked(base, "client 0", arrays["client 0"], {**texts, "seed": "7"}) == {}
     assert refused_by(base, "client 0")[-2:] == ["conclusion", "conclusion"]
-    here, memory = site_of(base, "client 0")
-    assert conclusions.conclude(here, {}, memory, (arrays["client 0"], {**texts, "client_id": "client 1"}))[0] == {}
+    parcel = arrays["client 0"], {**texts, "client_id": "client 1"}
+    assert conclusions.conclude(site_of(base, "client 0"), {}, None, parcel)[0] == {}
     assert refused_by(base, "client 0")[-1] == "sums"
     assert asked(base, "client 0", arrays["client 0"], {**texts, "run": "another"}) == {}
     assert refused_by(base, "client 0")[-1] == "sums"
@@ -575,7 +567,7 @@ def test_the_usual_limits_let_a_cohort_tell(tmp_path: Path) -> None:
     rules = Policy(rows=100, conclusions=("loo", "calibration"))
     found = fit(grid_of(tmp_path, of_coins(), rules), model)
     assert found.status.ok and fedppl.loo(found).rows == fedppl.reliability(found).rows == 120
-    lines = list(fedppl.audit.lines(tmp_path / "at client 0" / "audit.jsonl"))
+    lines = list(fedppl.audit.lines(tmp_path / "at client 0"))
     (told,) = [line for line in lines if line["event"] == "reply" and "loo" in line.get("released", {})]
     assert told["released"] == {"loo": 7, "calibration": 32}
     few = Policy(rows=100, conclusions=("loo", "calibration"), requests=1 + len(found.records))

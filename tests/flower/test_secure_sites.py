@@ -30,9 +30,10 @@ from fedppl.flower.messages import to_content, unread
 from fedppl.numerics.streams import client_seed
 from fedppl.sites import AGREE, ASK, CONCLUDE, GREET, HELLO, JOIN, conclusions, masks, parcel_of, wire
 from fedppl.sites.decode import Parcel
-from fedppl.storage import signed
+from fedppl.storage import signed, store
 from fedppl.testing import normal_means
 from fedppl.types import ConvergenceWarning, Message
+from tests.support import stored
 from tests.support.fake_grid import FakeGrid, engine_of, node
 
 OPEN = Policy(
@@ -126,7 +127,7 @@ def test_a_fit_over_sites_is_the_plain_one_and_the_server_is_sent_noise(tmp_path
     noise = np.concatenate(words)
     assert abs(noise.mean() - 0.5) < 5 * 0.5 / np.sqrt(len(noise))
     for name in NAMES:
-        lines = list(audit.lines(tmp_path / f"at {name}" / "audit.jsonl"))
+        lines = list(audit.lines(tmp_path / f"at {name}"))
         (cohort,) = (line for line in lines if line["event"] == "cohort")
         assert cohort["members"] == list(NAMES)
         assert all(not line["diagnostics"] for line in lines if line["event"] == "reply")
@@ -165,8 +166,7 @@ def test_a_site_answers_with_a_share_of_the_noise_in_a_large_enough_cohort_alone
     with pytest.warns(ConvergenceWarning):
         result = fit(grid, algorithm=silent, rounds=1, secured=masked)
     assert result.records[0].used == 0 and REFUSED in result.records[0].failures["client 0"]
-    log = (tmp_path / "at client 0" / "audit.jsonl").read_text()
-    rules = [line.get("refused") for line in map(json.loads, log.splitlines())]
+    rules = [line.get("refused") for line in stored.lines(tmp_path / "at client 0")]
     assert any(rule and rule.startswith("epsilon: ") and "shared_by" in rule for rule in rules)
 
 
@@ -189,7 +189,7 @@ def test_a_site_that_drops_out_is_asked_again_and_no_number_changes(tmp_path: Pa
     assert_array_equal(gaussian.mean(missing.posterior), gaussian.mean(whole.posterior))
     assert missing.log_evidence == whole.log_evidence
     assert len(grid.sent) == len(others.sent) + len(lost)
-    lines = list(audit.lines(tmp_path / "at client 0" / "audit.jsonl"))
+    lines = list(audit.lines(tmp_path / "at client 0"))
     requests = [line for line in lines if line["event"] == "request" and not line.get("repeated")]
     assert len(requests) == len(missing.records) + 1  # for what is told at the end
 
@@ -263,7 +263,7 @@ def test_sites_and_servers_that_do_not_go_together_give_no_numbers(tmp_path: Pat
 
 def refused_by(folder: Path, name: str) -> list[str]:
     """Rules by which a site has refused requests."""
-    lines = audit.lines(folder / f"at {name}" / "audit.jsonl")
+    lines = audit.lines(folder / f"at {name}")
     return [line["refused"].partition(":")[0] for line in lines if line.get("refused")]
 
 
@@ -576,23 +576,12 @@ def test_an_answer_whose_place_another_run_has_taken_is_not_computed_again(tmp_p
     assert_array_equal(asked(counts["second"], run="second"), other)
 
 
-def test_a_site_that_was_killed_before_it_answered_gives_the_same_words(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_site_that_was_killed_before_it_answered_gives_the_same_words(server: Server) -> None:
     counts = server.joined()
-    replace, made = signed.replace, []
-
-    def killed(path: Path, raw: bytes) -> None:
-        if path.name.endswith(".personal"):
-            made.append(signed.unpack(raw, "it", "run-client 0.personal"))
-            raise SystemExit("killed")
-        replace(path, raw)
-
-    monkeypatch.setattr(signed, "replace", killed)
-    with pytest.raises(SystemExit):
+    made: list[Any] = []
+    with stored.killed_while_keeping(".personal", made=made, how=SystemExit), pytest.raises(SystemExit):
         server.ask("client 0", counts)
-    monkeypatch.setattr(signed, "replace", replace)
-    (_, _, arrays, *_), *_ = made
+    (_, _, arrays, *_) = signed.unpack(made[0][1], "it", "run-client 0.personal")
     words = server.ask("client 0", counts)
     assert isinstance(words, np.ndarray)
     assert_array_equal(words, np.asarray(arrays[masks.WORDS]).view(np.uint64))
@@ -625,17 +614,16 @@ def test_an_id_that_a_node_is_given_later_is_of_the_same_account(tmp_path: Path)
         question = FlowerMessage(content=to_content({}, {}), dst_node_id=1, message_type=HELLO, ttl=60.0)
         question.metadata.__dict__["_message_id"] = "1"
         assert parcel_of(unread(one.app(question, one.context)))[1]["client_id"] == "client 0"
-    assert list(json.loads((tmp_path / "at client 0" / "ledger.json").read_bytes())["clients"]) == ["client 0"]
+    with store.reading(tmp_path / "at client 0") as here:
+        assert list(here.account[0].clients) == ["client 0"]
 
 
-def test_a_run_does_not_take_the_name_of_an_agreement_or_of_a_declaration(server: Server) -> None:
-    for name in ("declaration 0123", "agreement 0123"):
-        counts = server.joined(name)
-        assert server.ask("client 0", counts, run=name) == "run"
-        texts = {"client_id": "client 0", "run": name, "seed": "1", "status": "converged"}
-        server.send(CONCLUDE, "client 0", (server.message, texts))
-        ledger = json.loads((server.folder / "at client 0" / "ledger.json").read_bytes())["clients"]["client 0"]
-        assert name not in ledger["runs"]
+def test_a_run_by_the_name_of_an_agreement_or_of_a_declaration_admits_none(server: Server) -> None:
+    for kind in ("declaration", "agreement"):
+        counts = server.joined(f"{kind} 0123")
+        assert isinstance(server.ask("client 0", counts, run=f"{kind} 0123"), np.ndarray)
+        with store.reading(server.folder / "at client 0") as here:
+            assert all(store.known(here, "client 0", kind, name) is None for name in ("0123", f"{kind} 0123"))
 
 
 def test_a_site_tells_nothing_of_its_columns(server: Server) -> None:
@@ -654,7 +642,7 @@ def test_why_a_site_cannot_compute_stays_there(tmp_path: Path) -> None:
     arrays, texts = wire.pack_request(Request("client 0", 7, 1, (1, 1, client_seed("client 0")), server.message, "run"))
     told = server.send(ASK, "client 0", (arrays, {**texts, **masks.pack_parts(counts)}))
     assert "patient" not in json.dumps(told[1]) and told[1]["failure"] == REFUSED and not told[0]
-    lines = list(audit.lines(tmp_path / "at client 0" / "audit.jsonl"))
+    lines = list(audit.lines(tmp_path / "at client 0"))
     assert [line["failed"] for line in lines if line.get("failed")] == ["patient 7 is missing"]
 
 
@@ -792,9 +780,5 @@ def test_a_site_that_is_gone_ends_the_run_or_the_others_begin_anew(on_dropout: s
     assert found.status is fedppl.Status.CONVERGED and found.client_ids == names[:3]
     sd = gaussian.standard_deviations(here.posterior)
     assert_allclose(gaussian.mean(found.posterior) / sd, gaussian.mean(here.posterior) / sd, rtol=0, atol=0.05)
-    sets = [
-        line["members"]
-        for line in audit.lines(tmp_path / f"at {names[0]}" / "audit.jsonl")
-        if line["event"] == "cohort"
-    ]
+    sets = [line["members"] for line in audit.lines(tmp_path / f"at {names[0]}") if line["event"] == "cohort"]
     assert sets == [list(names), list(names[:3])]

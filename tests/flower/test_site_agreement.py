@@ -18,8 +18,7 @@ pytest.importorskip("flwr")
 
 import fedppl
 from fedppl import DataError, DeclarationError, Policy, audit
-from fedppl.engine import account as _account
-from fedppl.engine.guard import REFUSED
+from fedppl.engine.guard import REFUSED, in_store
 from fedppl.engine.policy import NO_RULES
 from fedppl.flower.apps import _context_memory as in_node
 from fedppl.formulas.agreement import Agreement, Column, Told, raised, tell
@@ -29,8 +28,8 @@ from fedppl.results import diagnostics
 from fedppl.sites import AGREE, wire
 from fedppl.sites.decode import Malformed
 from fedppl.sites.site_agreement import accept, declared, named, without_rare
-from fedppl.storage.signed import Memory, file_memory
-from tests.support import problems
+from fedppl.storage import store
+from tests.support import problems, stored
 from tests.support.fake_grid import FakeGrid, Node, node
 
 RNG = np.random.default_rng(5)
@@ -110,7 +109,7 @@ def test_sites_fit_what_clients_here_fit(tmp_path: Path) -> None:
     assert list(there.summary().index) == list(here.summary().index)
     for name in DATA:
         assert (tmp_path / name / f"{name}.nc").exists()
-        audit.head(tmp_path / name / "audit.jsonl")
+        assert stored.lines(tmp_path / name)
 
 
 # --- what leaves ----------------------------------------------------------------------------------------------
@@ -230,11 +229,11 @@ def test_a_column_is_told_once(tmp_path: Path) -> None:
     narrower = FakeGrid(nodes_of(data, tmp_path, other))
     agree(narrower, other)
     assert told(narrower)["north"] == {name: told(first)["north"][name] for name in ("age", "y")}
-    lines = [line for line in audit.lines(tmp_path / "north" / "audit.jsonl") if not line["refused"]]
+    lines = [line for line in audit.lines(tmp_path / "north") if not line["refused"]]
     assert [line["event"] for line in lines] == ["request", "reply", *["agreement"] * 3]
     assert lines[1]["released"] == {"age": 4, "arm": 4, "y": 4, "arm[drug]": 1, "arm[none]": 1}
-    ledger = json.loads((tmp_path / "north" / "ledger.json").read_bytes())["clients"]["north"]
-    assert (ledger["requests"], ledger["unknown"]) == (1, 1)
+    ledger = stored.ledger(tmp_path / "north", "north")
+    assert (ledger.requests, ledger.unknown) == (1, 1)
 
 
 def test_the_larger_of_two_rules_holds(tmp_path: Path) -> None:
@@ -250,8 +249,8 @@ def test_the_larger_of_two_rules_holds(tmp_path: Path) -> None:
     silent = [0, 0.0, 0.0, {}, False, False]
     assert {name: one["age"] for name, one in told(grid).items()} == dict.fromkeys(data, silent)
     for name, requests in {"north": 1, "south": 0, "west": 0}.items():  # who looks at no row has told nothing
-        ledger = json.loads((tmp_path / name / "ledger.json").read_bytes())["clients"][name]
-        assert (ledger["requests"], ledger["unknown"]) == (requests, requests)
+        ledger = stored.ledger(tmp_path / name, name)
+        assert (ledger.requests, ledger.unknown) == (requests, requests)
 
 
 def incomplete() -> dict[str, Any]:
@@ -391,24 +390,20 @@ APART: dict[str, Agreement] = {
 }
 
 
-def guarded(folder: Path, rules: Policy = OPEN) -> tuple[Memory, Any]:
-    folder.mkdir(parents=True, exist_ok=True)
-    return file_memory(folder), _account.in_folder(rules, folder, "north")
-
-
 def taken(folder: Path, found: Agreement | str, rules: Policy = OPEN, rows: Any = None) -> str:
     """The digest that a site keeps."""
-    memory, guard = guarded(folder, rules)
     text = found if isinstance(found, str) else wire.pack_agreement(found)
-    accept(MODEL, lambda: rows or DATA["north"], "north", {"agreement": text}, memory, guard)
-    return declared(MODEL, memory, "north")[1]
+    with store.changing(folder) as here:
+        guard = in_store(rules, here, "north")
+        accept(MODEL, lambda: rows or DATA["north"], "north", {"agreement": text}, store.memory(here), guard)
+        return declared(MODEL, store.memory(here), "north")[1]
 
 
 def test_a_site_keeps_the_last_agreement_that_goes_with_its_rows(tmp_path: Path) -> None:
     assert taken(tmp_path, agreement()) == wire.digest(agreement())
     other = agreement(age=Column((), (), 61.0, 9.5))
     assert taken(tmp_path, other) == wire.digest(other)
-    assert declared(MODEL, file_memory(tmp_path), "north")[0].agreement == other
+    assert declared(MODEL, stored.memory(tmp_path), "north")[0].agreement == other
 
 
 def with_surgery(few: int) -> dict[str, Any]:
@@ -424,12 +419,12 @@ def test_a_site_shows_by_nothing_that_few_rows_have_a_level_that_nobody_told(tmp
         for few in range(5):
             folder = tmp_path / f"{name} {few}"
             assert taken(folder, one, rows=with_surgery(few)) == wire.digest(one)
-            model = declared(MODEL, file_memory(folder), "north")[0]
+            model = declared(MODEL, stored.memory(folder), "north")[0]
             used = model.read("north", without_rare(model, with_surgery(few), OPEN, "north"))
             kept = model.read("north", {key: values[few:] for key, values in DATA["north"].items()})
             assert all(np.array_equal(used[key], kept[key]) for key in kept)
     assert taken(tmp_path / "many", others, rows=with_surgery(5)) == wire.digest(others)
-    model = declared(MODEL, file_memory(tmp_path / "many"), "north")[0]
+    model = declared(MODEL, stored.memory(tmp_path / "many"), "north")[0]
     assert without_rare(model, with_surgery(5), OPEN, "north")["arm"][0] == "surgery"  # of the level "other"
     with pytest.raises(DeclarationError, match="takes no part"):
         taken(tmp_path / "refused", closed, rows=with_surgery(5))
@@ -447,13 +442,12 @@ def test_a_site_without_a_folder_keeps_it_in_its_node() -> None:
 def test_a_site_takes_no_part_with_what_is_far_from_its_rows(case: str, tmp_path: Path) -> None:
     with pytest.raises(DeclarationError) as caught:
         taken(tmp_path, APART[case])
-    assert "takes no part" in str(caught.value) and declared(MODEL, file_memory(tmp_path), "north")[1] == ""
-    *_, last = audit.lines(tmp_path / "audit.jsonl")
+    assert "takes no part" in str(caught.value) and declared(MODEL, stored.memory(tmp_path), "north")[1] == ""
+    *_, last = audit.lines(tmp_path)
     assert last["refused"].startswith("agreement: ")
     with pytest.raises(DeclarationError, match="takes no part"):  # the same again costs nothing
         taken(tmp_path, APART[case])
-    ledger = json.loads((tmp_path / "ledger.json").read_bytes())["clients"]["north"]
-    assert ledger["requests"] == 1
+    assert stored.ledger(tmp_path, "north").requests == 1
 
 
 def test_agreements_are_counted_and_refused_in_the_same_words(tmp_path: Path) -> None:
@@ -465,7 +459,7 @@ def test_agreements_are_counted_and_refused_in_the_same_words(tmp_path: Path) ->
         except DeclarationError as error:
             said.add(str(error))
     assert len(said) == 1
-    *_, last = audit.lines(tmp_path / "audit.jsonl")
+    *_, last = audit.lines(tmp_path)
     assert last["refused"].startswith("requests: 3 answered")
 
 
@@ -474,7 +468,7 @@ def test_few_agreements_that_do_not_go_with_the_rows_are_looked_at(tmp_path: Pat
     for mean in (1e6, 2e6, 3e6):
         with pytest.raises(DeclarationError, match="takes no part"):
             taken(tmp_path, agreement(age=Column((), (), mean, 9.0)))
-    *_, last = audit.lines(tmp_path / "audit.jsonl")
+    *_, last = audit.lines(tmp_path)
     assert "2 did not go with the rows" in last["refused"]
     with pytest.raises(DeclarationError, match="takes no part"):
         taken(tmp_path, agreement())
@@ -513,7 +507,7 @@ def test_an_agreement_that_is_none_is_malformed(text: str, told: str, tmp_path: 
         wire.unpack_agreement({"agreement": text}, asked(MODEL.builder).names)  # type: ignore[arg-type]
     with pytest.raises(DeclarationError, match="takes no part"):
         taken(tmp_path, text)
-    assert not (tmp_path / "ledger.json").exists()  # nothing was looked at
+    assert not stored.lines(tmp_path)  # nothing was looked at
 
 
 def test_what_is_written_is_read() -> None:
@@ -617,7 +611,7 @@ def test_a_site_that_lacks_one_patient_of_an_earlier_run_takes_no_part(tmp_path:
     assert fitted(frames, MODEL) == ""
     less = {**frames, "west": frames["west"].iloc[1:]}
     assert "'west' does not take part under the policy" in fitted(less, fedppl.formula("y ~ age"))
-    *_, last = audit.lines(tmp_path / "west" / "audit.jsonl")
+    *_, last = audit.lines(tmp_path / "west")
     assert last["refused"].startswith("changed_rows: 1 since version 1 of 1")
     more = frames["west"].assign(age=rng.normal(60, 9, 80), y=rng.normal(5, 1, 80))
     assert fitted({**frames, "west": more}, MODEL) == ""

@@ -29,6 +29,7 @@ from fedppl.sites import HELLO, parcel_of
 from fedppl.sites import node as sites
 from fedppl.storage import codec
 from fedppl.testing import normal_means
+from tests.support import stored
 from tests.support.fake_grid import FakeGrid, engine_of, node
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "AF_UNIX"), reason="a worker needs Unix sockets")
@@ -137,7 +138,7 @@ def test_replies_are_those_of_the_old_path(place: Place) -> None:
         for name, value in theirs[0].items():
             assert_array_equal(mine[0][name], value)
     for name in place.data:
-        lines = [len((place.root / f / name / "audit.jsonl").read_text().splitlines()) for f in ("warm", "cold")]
+        lines = [len(stored.lines(place.root / f / name)) for f in ("warm", "cold")]
         assert lines[0] == lines[1] > 3
         assert (place.root / "warm" / name / f"{name}.nc").exists()
 
@@ -318,20 +319,20 @@ def _ask(connection: Connection, door: warm.Door, config: dict[str, Any], killed
 def test_a_request_whose_asker_has_gone_is_neither_computed_nor_counted(place: Place, name: str) -> None:
     config = place.waiting(name)
     connection, door, folder = place.started(folder=config["folder"], app="waiting_site:app")
-    audit, log = folder.parent / "audit.jsonl", folder / "log"
+    account, log = folder.parent / "site.sqlite", folder / "log"
     with connection:
         _ask(connection, door, config)
         _until((folder / "has begun").exists)
     connection = Client(door.address)  # waits behind it
     place.released(name)
     _until(lambda: "fedppl_hello) is closed" in log.read_text())
-    assert not audit.exists() and Path(config["data"] + ".loaded").exists() == (name == "data")
+    assert not account.exists() and Path(config["data"] + ".loaded").exists() == (name == "data")
     log.unlink()  # rotated
     with connection:
         _ask(connection, door, config)
         answer = codec.decode(connection.recv_bytes())
     assert "policy of its site" in answer["texts"]["error"] and "cannot take part" in answer["log"]
-    assert audit.exists()
+    assert account.exists()
 
 
 def _until(condition: Any, seconds: float = 60.0) -> None:
@@ -500,7 +501,7 @@ def test_the_fingerprint_is_of_sources_and_not_of_what_the_site_writes(
     (tmp_path / "spacious" / "work").mkdir(parents=True)  # a namespace: no __init__.py
     (tmp_path / "spacious" / "site.py").write_text("")
     marks = [warm.fingerprint("spacious.site:app", 1)]
-    (tmp_path / "spacious" / "work" / "ledger.json").write_text("{}")
+    (tmp_path / "spacious" / "work" / "site.sqlite").write_text("{}")
     assert warm.fingerprint("spacious.site:app", 1.0) == marks[0]
     marks.append(warm.fingerprint("spacious.site:app", 2.0))
     (tmp_path / "spacious" / "more.toml").write_text("")

@@ -110,8 +110,8 @@ def to_end(base: Path, algorithm: Any, masked: bool = False, calls: int = 60) ->
 
 def log(base: Path, name: str) -> list[dict[str, Any]]:
     """Lines of a site's log."""
-    path = base / f"at {name}" / "audit.jsonl"
-    return list(audit.lines(path)) if path.exists() else []
+    folder = base / f"at {name}"
+    return list(audit.lines(folder)) if (folder / "site.sqlite").exists() else []
 
 
 def same(fit: fedppl.Fit, other: fedppl.Fit) -> None:

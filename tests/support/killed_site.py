@@ -1,5 +1,7 @@
 """A site's process that is killed while it joins and answers, and started again: one line of JSON of what left it.
 
+After each kill its file is checked: the chain has no gap, and the account is what the chain says.
+
 Processes are forks of one that has compiled everything, as a model's functions take longer to compile than to run.
 
     python -m tests.support.killed_site FOLDER KILLS
@@ -7,6 +9,8 @@ Processes are forks of one that has compiled everything, as a model's functions 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import os
@@ -21,6 +25,7 @@ import numpy as np
 from benchmarks._attacks import sums
 from fedppl import audit
 from fedppl.engine import secure
+from fedppl.storage import store
 
 _NAMES = ("east", "north", "süd", "west")
 _VICTIM = "north"
@@ -45,30 +50,49 @@ def killed_after(seconds: float, act: Callable[[], bytes]) -> bytes | None:
         return pipe.read() or None
 
 
-def until_done(act: Callable[[], bytes], usual: float, rng: np.random.Generator, seen: dict[str, int]) -> list[bytes]:
+def until_done(
+    act: Callable[[], bytes], usual: float, rng: np.random.Generator, seen: dict[str, int], folder: Path
+) -> list[bytes]:
     """All that leaves where a process is killed at random moments, and started again until it has answered twice."""
     left: list[bytes] = []
     longest = 1.5 * usual
     while len(left) < 2:
         answer = killed_after(float(rng.uniform(0.0, longest)), act)
         seen["kills"] += answer is None
+        seen["broken"] += answer is None and not is_whole(folder)
         longest *= _LONGER if answer is None else 1.0  # a start after a kill takes longer: some answer has to be done
         left += [] if answer is None else [answer]
     return left
 
 
+def is_whole(folder: Path) -> bool:
+    """Whether the chain holds from its first line to its last, and has all that the account counts."""
+    if not (folder / store.FILE).exists():  # it was killed before its first message was counted
+        return True
+    with contextlib.redirect_stdout(io.StringIO()):
+        holds = audit.main([str(folder)]) == 0
+    costs = [line for line in audit.lines(folder) if line["event"] in ("cohort", "request")]
+    return holds and len(costs) - sum(bool(line.get("repeated")) for line in costs) == stored_requests(folder)
+
+
+def stored_requests(folder: Path) -> int:
+    """Requests by the account."""
+    with store.reading(folder) as here:
+        return store.requests(here)
+
+
 def _log_of(path: Path) -> list[object]:
     """The last lines of the site's log, to see why it refused."""
-    return list(audit.lines(path.with_name("audit.jsonl")))[-4:]
+    return list(audit.lines(path))[-4:]
 
 
 def main(folder: Path, kills: int) -> None:
     """Runs of some rounds, until there were so many kills."""
     logging.getLogger("fedppl").setLevel(logging.CRITICAL)
     rng, here, plain = np.random.default_rng(1), sums.world(folder / "killed"), sums.world(folder / "plain")
-    seen = {"kills": 0, "rounds": 0, "in_a_round": 0, "other_words": 0, "other_sums": 0}
+    seen = {"kills": 0, "rounds": 0, "broken": 0, "in_a_round": 0, "other_words": 0, "other_sums": 0}
     clear, _ = sums.cohort(plain, "run")
-    run, path = 0, folder / "killed" / f"at {_VICTIM}" / "ledger.json"
+    run, path = 0, folder / "killed" / f"at {_VICTIM}"
     message = sums.message_at(rng.normal(0, 5, size=(8, 1)))
     for name in _NAMES:  # compiled, and timed the second time
         sums.asked(plain, "run", name, message, clear)
@@ -84,7 +108,7 @@ def main(folder: Path, kills: int) -> None:
             part = sums.joined(here, name_of_run, _VICTIM, greetings)  # noqa: B023
             return part.words if isinstance(part, secure.Part) else part.encode()
 
-        seen["other_words"] += len(set(until_done(join, usual, rng, seen))) > 1
+        seen["other_words"] += len(set(until_done(join, usual, rng, seen, path))) > 1
         counts, rules = sums.cohort(here, name_of_run)
         assert not rules, rules
         for number in range(1, _ROUNDS + 1):
@@ -97,10 +121,10 @@ def main(folder: Path, kills: int) -> None:
                 told = sums.asked(here, name_of_run, _VICTIM, message, counts, number)  # noqa: B023
                 return told.words.tobytes() if isinstance(told, sums.Words) else told.encode()
 
-            left = until_done(answer, usual, rng, seen)
+            left = until_done(answer, usual, rng, seen, path)
             assert len(left[-1]) % 8 == 0, (left, _log_of(path))
             seen["rounds"] += 1
-            log = audit.lines(path.with_name("audit.jsonl"))
+            log = audit.lines(path)
             admitted = [
                 line
                 for line in log
@@ -115,7 +139,7 @@ def main(folder: Path, kills: int) -> None:
                 truth.append(secure.encoded(plain.computed[name][-1], len(_NAMES)))
             total = secure.added([*words, np.frombuffer(left[-1], dtype=np.uint64)])
             seen["other_sums"] += not np.array_equal(total, secure.added(truth))
-    seen["lines"] = audit.head(path.with_name("audit.jsonl")).length
+    seen["lines"] = len(list(audit.lines(path)))
     sys.stdout.write(f"{json.dumps(seen)}\n")
 
 
