@@ -129,19 +129,22 @@ def base(tmp_path: Path) -> Path:
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_run_by_files_has_the_digits_of_one_process(base: Path, masked: bool) -> None:
-    model, clients = declared()
-    fit = to_end(base, fedppl.Sums(), masked)
+@pytest.mark.parametrize(("masked", "exchanges"), [(False, None), (True, None), (True, 4)])
+def test_a_run_by_files_has_the_digits_of_one_process(base: Path, masked: bool, exchanges: int | None) -> None:
+    (model, clients), algorithm = declared(), fedppl.Sums(exchanges=exchanges)
+    fit = to_end(base, algorithm, masked)
     whole = fedppl.InProcess(secure=masked, policy=OPEN)
-    same(fit, fedppl.fit(model, clients, fedppl.Sums(), engine=whole, progressbar=False, random_seed=1))
+    same(fit, fedppl.fit(model, clients, algorithm, engine=whole, progressbar=False, random_seed=1))
+    # To enrol, two for masks, each round, and at the end.
+    bundles = list((base / "run" / "sites" / "north").glob(f"*{ASKED}"))
+    assert len(bundles) == 2 + 2 * masked + len(fit.records)
     assert fit.told
     for name in NAMES:
         assert (base / f"at {name}" / f"{name}.nc").exists()
         # Each request once, whatever the number of calls.
         rounds = [line["round"] for line in log(base, name) if line["event"] == "request" and line.get("round")]
         assert rounds == [record.number for record in fit.records]
-    again = call(base, fedppl.Sums(), masked)
+    again = call(base, algorithm, masked)
     same(again, fit)
     assert again.told.keys() == fit.told.keys()
 
