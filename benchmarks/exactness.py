@@ -5,12 +5,15 @@ two differ in nothing but where the rows are. Compared are mean and sd of every 
 space, and of five clients' own variables: z = (ours − theirs) / their sd, r = our sd / theirs. EP, a Gaussian, stands
 beside. CPU seconds are of the second fit in the process, with searches for other modes. With ``--peers`` those
 of ``fedppl.EP()`` stand beside them, and of nutpie until the smallest bulk ESS of what is shared is 1,000: compiling
-left out, 400 steps of tuning in, and as many draws of four chains as that takes by what 500 of each come to.
+left out, 400 steps of tuning in, and as many draws of four chains as that takes by what 500 of each come to. The part
+``exchanges`` holds ``fedppl.Sums(exchanges=4)`` against ``fedppl.Sums()``, with 5 and 6 where 4 do not do, of the same
+models and of both outcomes of ``examples/trial.py``.
 
     python benchmarks/exactness.py
     python benchmarks/exactness.py --parts models more_models --peers
     python benchmarks/exactness.py --parts intercepts
     python benchmarks/exactness.py --parts evidence leave_one_out withdrawal conflict
+    python benchmarks/exactness.py --parts exchanges
     python benchmarks/exactness.py --parts models --models emax horseshoe --draws 20000 --references kept
 """
 
@@ -23,7 +26,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +38,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fedppl
 from benchmarks._exactness import eight_schools, models, more_models, tools
 from benchmarks._exactness.models import Problem
-from benchmarks._exactness.reference import found_again
+from benchmarks._exactness.reference import found_again, of_clients
 from benchmarks._exactness.reference import reference as of_pooled
+from examples import trial
 from fedppl.types import Array
 
 _ESS = 10_000  # of the reference
@@ -50,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     names = [make.__name__ for made in _PROBLEMS.values() for make in made]
     parser.add_argument("--models", nargs="+", choices=names, default=names)
-    parts = [*_PROBLEMS, "eight_schools", *tools.PARTS]
+    parts = [*_PROBLEMS, "eight_schools", "exchanges", *tools.PARTS]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--draws", type=int, default=10_000, help="of each of four chains of the reference")
     parser.add_argument("--seed", type=int, default=1)
@@ -69,7 +73,57 @@ def main(argv: list[str] | None = None) -> None:
     for part in [part for part in _PROBLEMS if part in options.parts]:
         chosen = [make for make in _PROBLEMS[part] if make.__name__ in options.models]
         line[part] = [_compared(make(), options) for make in chosen]
+    if "exchanges" in options.parts:
+        made = (make() for makes in _PROBLEMS.values() for make in makes if make.__name__ in options.models)
+        every = ((p.name, fedppl.FederatedModel(p.builder(), p.shared_names()), p.clients) for p in made)
+        line["exchanges"] = [_in_few(*one, options.seed, options.draws // 2) for one in _trials()]
+        line["exchanges"] += [_in_few(*one, options.seed) for one in every]
     print(json.dumps(line))
+
+
+def _trials() -> Iterator[tuple[str, fedppl.FederatedModel, dict[str, Any]]]:
+    """Both outcomes of the example, with one site that tells estimates."""
+    for outcome in trial.FORMULAS:
+        of = trial.simulate(np.random.default_rng(3))
+        clients: dict[str, Any] = {str(name): rows for name, rows in of.table.groupby("site")}
+        clients |= {trial.TELLS_ESTIMATES: trial.told(of.elsewhere, outcome)}
+        yield f"trial, {outcome}", fedppl.agree(trial.declared(outcome), clients).model, clients
+
+
+def _in_few(
+    name: str, model: fedppl.FederatedModel, clients: dict[str, Any], seed: int, draws: int = 0
+) -> dict[str, Any]:
+    """Largest z and r of shared coordinates, in at most 4 exchanges, and in 5 and 6 where these do not do.
+
+    Against a fit in as many as it takes, and against so many draws of each chain of nutpie.
+    """
+    seconds, whole = _timed(lambda: fedppl.fit(model, clients, fedppl.Sums(), progressbar=False, random_seed=seed))
+    mean, sd = _moments(whole)
+    rows = []
+    for most in (4, 5, 6):
+        algorithm = fedppl.Sums(exchanges=most)
+        took, fit = _timed(
+            functools.partial(fedppl.fit, model, clients, algorithm, progressbar=False, random_seed=seed)
+        )
+        own, spread = _moments(fit)
+        z, r, points = np.abs(own - mean) / sd, spread / sd, int(fit.records[-1].info["points"])
+        rows.append((most, fit.status.value, len(fit.records), points, z.max(), r.min(), r.max(), took))
+        if fit.status.value == "converged":
+            break
+    print(f"{name:24s} {whole.status.value} in {len(whole.records)} exchanges, {seconds:.0f} CPU-s", flush=True)
+    for most, status, taken, points, far, low, high, took in rows:
+        text = f"{status} in {taken}, {points} points, |z| {far:.3f} r {low:.3f} to {high:.3f}, {took:.0f} CPU-s"
+        print(f"  at most {most}: {text}", flush=True)
+    if draws:
+        theirs, ess = of_clients(list(model.enrol(clients).values()), whole.posterior, draws, seed)
+        told = _told(own, spread[:, None] * np.eye(len(spread)) * spread, theirs)
+        print(f"  against nutpie (ESS {ess:.0f}): {dict(zip(fit.layout.labels, told, strict=True))}", flush=True)
+    return {"model": name, "status": whole.status.value, "exchanges": len(whole.records), "in_few": rows}
+
+
+def _moments(fit: fedppl.Fit) -> tuple[Array, Array]:
+    found = fit.idata["fit"]
+    return found["mean_vector"].values, np.sqrt(np.diag(found["covariance_matrix"].values))
 
 
 def _compared(problem: Problem, options: argparse.Namespace) -> dict[str, Any]:

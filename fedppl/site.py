@@ -241,7 +241,8 @@ def _account(node: Node, config: Mapping[str, Any]) -> str:
     with _store.reading(node.folder) as store:
         lines = sum(1 for _ in _store.followed(_store.records(store), store.account[0].base, store.shown))
         answered = store.account[0].clients.get(node.client_id(config), (0,))[0]
-    return f"signed, {lines} lines whose chain holds, {answered} of {node.policy.requests:g} requests answered"
+    most = policy.resolved(node.policy, masked=node.secure is not None).requests
+    return f"signed, {lines} lines whose chain holds, {answered} of {most:g} requests answered"
 
 
 def _clock(node: Node, config: Mapping[str, Any]) -> str:

@@ -225,6 +225,9 @@ CASES: dict[str, Case] = {
         ending=posterior({"local": fedppl.local.NUTS(draws=150, tune=150, chains=1, nuts_sampler="pymc")}),
     ),
     "Sums": Case("Sums", {"points": 512, "pilot": 64, "starts": 1}, noise, summed=True, ending=posterior()),
+    "Sums(exchanges)": Case(
+        "Sums", {"points": 64, "pilot": 64, "exchanges": 6}, noise, summed=True, ending=posterior()
+    ),
     "FedAvg": Case("averaging.FedAvg", descent, noise, summed=True, ending=mode(one_step)),
     "FedAvg(batches)": Case("averaging.FedAvg", batches, regression, summed=True),
     "FedProx": Case(

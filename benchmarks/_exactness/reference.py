@@ -13,6 +13,12 @@ import numpy as np
 import pymc as pm
 import xarray as xr
 
+from fedppl import gaussian
+from fedppl.gaussian import Gaussian
+from fedppl.local.nuts import by_nutpie
+from fedppl.numerics.pairs import NO_DATA
+from fedppl.types import Array
+
 Transform = Callable[[Any], Any]
 _ACCEPT = (0.9, 0.98, 0.995)  # the next where the one before diverges
 
@@ -50,6 +56,34 @@ def reference(
         if quality["divergences"] <= divergences:
             break
     return posterior, quality
+
+
+def of_clients(views: Sequence[Any], about: Gaussian, draws: int, seed: int) -> tuple[Array, float]:
+    """Draws (S, m) of what clients share, by nutpie over it and all clients' own variables, and the smallest ESS.
+
+    From clients' compiled densities, in units of a Gaussian about the posterior: nothing is integrated out.
+    """
+    prior, m = views[0].prior, len(about.linear)
+    mean, root = gaussian.affine(about)
+    ends = m + np.cumsum([view.local_size for view in views])
+    kernel = None if prior.is_gaussian else prior.kernel()
+
+    def density(x: Array) -> tuple[float, Array]:
+        phi, slopes = np.ascontiguousarray(mean + root @ x[:m]), np.zeros(len(x))
+        pull = prior.gaussian.precision @ phi
+        value, shared = phi @ (prior.gaussian.linear - 0.5 * pull), prior.gaussian.linear - pull
+        if kernel is not None:
+            value, shared = (part for part in np.split(kernel(phi, *NO_DATA), [1]))
+        for view, end in zip(views, ends, strict=True):
+            own = slice(end - view.local_size, end)
+            value_there, *there = np.split(view.kernel(np.concatenate([phi, x[own]]), *view.packed), [1, 1 + m])
+            value, shared, slopes[own] = value + value_there, shared + there[0], there[1]
+        slopes[:m] = root.T @ shared[:m]
+        return float(np.squeeze(value)), slopes
+
+    found = by_nutpie(density, np.zeros(int(ends[-1])), draws, 1000, 4, 0.95, np.random.default_rng(seed))[0][..., :m]
+    ess = min(float(az.ess(part[..., j])) for part in (found, found**2) for j in range(m))
+    return mean + found.reshape(-1, m) @ root.T, ess
 
 
 def found_again(sample: Callable[[], tuple[Any, dict[str, float]]], path: Path) -> tuple[Any, dict[str, float]]:

@@ -136,8 +136,10 @@ PLAIN_WIDE, PILOT_WIDE_OF_MANY = 0.5, 0.125  # of a wide t, in candidates as the
 DRAWS_WIDE = 0.125  # of a wide t, in candidates that stand for the posterior; trial; − tails missed, + fewer effective
 INTEGRATED, INTEGRATED_OF_MANY = 64, 0  # points of a batch with θ integrated, at least; time; − error, + time
 INTEGRATED_EACH, INTEGRATED_EACH_OF_MANY = 6, 2  # the same for each coordinate and three; time; − error, + time
+INTEGRATED_HURRIED, INTEGRATED_EACH_HURRIED = 192, 18  # the same where exchanges are few; time; as above
 LATER, LATER_OF_MANY = (2, 3), (1, 2)  # stage from which these are fewer, and by which factor; time; as above
 PILOT_PREDICTED, PILOT_PREDICTED_OF_MANY = 0.02, 0.2  # log units, median error of residuals in a pilot; trial; + error
+PILOT_PREDICTED_HURRIED = 0.2  # log units, the same where exchanges are few: a proposal may be off; trial; as above
 PREDICTED = 0.02  # log units, the same in a stage; docs/exactness.md; − all points integrated, + error
 FAR_BELOW = 20.0  # log units below the highest, and one a coordinate: no mass; e^-20 = 2e-9; − tails predicted badly
 SURROGATE_DRAWS, MOST_SURROGATE_DRAWS = 1024, 8192  # of a scramble, for the posterior; memory; − chance, + memory
@@ -158,6 +160,7 @@ QUARTER = 0.25  # of the weight, lowest and highest, to compare these; trial; �
 STENCIL_WIDTH = 0.1  # sds by the curvature, or of the prior, of differences; trial; − rounding, + bends
 STENCIL_OF_MANY = 1.0  # sds, of many clients: third derivatives weigh little, points tell more; trial; as above
 NARROWER, NARROWINGS = 0.25, 3  # of a stencil where values are missing, and how often; trial; − rounding, + missing
+LEAST_OF_SUM = 0.5  # of the prior's precision, that of all clients' own posteriors; trial; + narrow, − far points
 WITHIN = 3.0  # times as near as two points of one mode: a search is on another's way; trial; − gives up, + time
 SCANNED = 256  # points of the prior to begin from; docs/exactness.md; − modes missed, + time
 SCANNED_REACH = 2.0 ** np.array([-0.5, 0.5, 1.5])  # times as far out, in turn; trial; as START_REACH
@@ -167,6 +170,8 @@ CLIENT_GROWTH = 16  # times as many clients next; docs/scale.md; − searches, +
 ALL_NEXT = 0.25  # of all clients, from which all are asked; docs/scale.md; − time, + searches
 
 # `sums.sums`
+FEWEST_EXCHANGES, MOST_EXCHANGES = 3, 9  # own posteriors, a pilot and a stage; with 7 stages 16,000 points; equation
+HURRIED_POINTS = 4  # times as many points, where exchanges are few: half the error; docs/exactness.md; − stalls, + time
 FEWEST_POINTS = 64  # of a stage, that users may ask for; trial; − chance
 FIT_STREAMS = 2**20  # of points, one for each fit at random; trial; − fits share points, + streams overflow
 VOID_ROUNDS = 3  # in a row in which a client is missing; trial; − stalls by chance, + waits in vain

@@ -309,8 +309,9 @@ def where_asked(algorithm: AnyAlgorithm, layout: Layout, message: Message) -> As
 
 
 def _too_many(rules: Policy, ledger: Ledger) -> str | None:
-    rule = f"requests: {ledger.requests} answered, at most {rules.requests:g} wanted; raise requests= to allow more"
-    return None if ledger.requests < rules.requests else rule
+    most = rules.requests or 0
+    rule = f"requests: {ledger.requests} answered, at most {most:g} wanted; raise requests= to allow more"
+    return None if ledger.requests < most else rule
 
 
 def _not_a_share(request: Request) -> str | None:

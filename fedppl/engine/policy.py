@@ -37,6 +37,9 @@ FEWEST_SITES = 3  # of a cohort: of two each would know the other's part
 # information. Of 250 rows together a search finds 12 from 4,096 points, and a guess 9; but a search that never fails
 # would find 121, and from 20,000 all, since sums are as exact as float64 (benchmarks/reconstruction.py --cohort).
 POINTS_OF_SUMS = 20_000
+# Requests that are allowed where a policy names no number: of single replies by what they determine of 250 rows
+# (docs/attacks_measured.md); of sums, of which points bound what leaves, some five fits, each of 7 to 30 requests.
+REQUESTS, REQUESTS_OF_SUMS = 20, 100
 _WHOLE = (  # limits that are whole numbers, with their least values; those from 1 on may be inf
     ("rows", 0, "0 allows any number"),
     ("events", 0, "0 allows any number"),
@@ -44,7 +47,7 @@ _WHOLE = (  # limits that are whole numbers, with their least values; those from
     ("fewest_sites", FEWEST_SITES, "of two sites each would know the other's part"),
     ("cohorts", 1, "inf allows any number"),
     ("few_rows", 0, "0 does not look at it"),
-    ("requests", 1, "inf allows any number"),
+    ("requests", 1, "inf allows any number, and where it is left out the usual number is allowed"),
     ("agreement", 1, "inf tells nothing of the rows"),
     ("changed_rows", 1, "inf allows the same data alone"),
 )
@@ -107,7 +110,8 @@ class Policy:
         Digests of allowed queries, as ``fedppl.sources.sql(...).digest`` and the site's log have them; None allows any,
         and rows that no source of `fedppl.sources` reads. For sites alone: in one process rows are given.
     requests
-        Most requests that are answered, over all runs.
+        Most requests that are answered, over all runs. None allows 100 for sums under masks (a fit takes 7 to 30), and
+        20 for single replies.
     distance
         Largest distance of a point from the prior's mean, per coordinate, in prior sds. Points beyond it are left out
         where the algorithm allows that; other requests with such points are refused.
@@ -162,8 +166,8 @@ class Policy:
     Examples
     --------
     >>> import fedppl
-    >>> fedppl.Policy(rows=300).requests
-    20
+    >>> fedppl.Policy(rows=300).distance
+    10.0
 
     Notes
     -----
@@ -189,7 +193,7 @@ class Policy:
     events: int = 5
     declarations: tuple[str, ...] | None = None
     allowed_queries: tuple[str, ...] | None = None
-    requests: float = 20
+    requests: float | None = None
     distance: float = 10.0
     cavity: float = 2.0
     points: int | None = None
@@ -208,8 +212,8 @@ class Policy:
         settings.one_of("sums", self.sums, _SUMS)
         for name, least, hint in _WHOLE:
             value = getattr(self, name)
-            if not (value is None and name == "points") and (least == 0 or value != np.inf):
-                settings.whole(name, getattr(self, name), least, hint)
+            if not (value is None and name in ("points", "requests")) and (least == 0 or value != np.inf):
+                settings.whole(name, value, least, hint)
         settings.between("few_rows_share", self.few_rows_share, 0, 1, "(]")
         settings.flag("joint", self.joint)
         for name in ("parameters_per_row", "distance", "cavity"):
@@ -320,12 +324,14 @@ def told(policy: Policy) -> str:
 
 
 def resolved(policy: Policy, *, masked: bool) -> Policy:
-    """The policy with the number of points that it allows of replies that leave singly, or in sums under masks.
+    """The policy with the numbers that it allows of replies that leave singly, or in sums under masks.
 
     >>> resolved(Policy(), masked=False).points, resolved(Policy(), masked=True).points
     (0, 20000)
     """
-    return policy if policy.points is not None else replace(policy, points=POINTS_OF_SUMS if masked else 0)
+    points, requests = (POINTS_OF_SUMS, REQUESTS_OF_SUMS) if masked else (0, REQUESTS)
+    usual: dict[str, Any] = {"points": points, "requests": requests}
+    return replace(policy, **{name: number for name, number in usual.items() if getattr(policy, name) is None})
 
 
 def refuse_cohort(policy: Policy, sites: int, sets: int) -> str | None:

@@ -119,7 +119,7 @@ def tilted(target: Target, rng: Rng, *, settings: _Settings) -> Moments:
             quality = f"Pareto k {k:.2f} (limit {settings.pareto_limit}), relative ESS {relative:.2f}"
         remedy = "Raise points=, set fallback=True, or start EP with warm_start=True"
         raise LocalFailure(f"{quality}: q and this client's factor hardly overlap. {remedy}")
-    sample = _student_sample(target, settings)
+    sample = _student_sample(target, settings.pareto_limit)
     if sample is None:
         client.view(_warn_of_nuts)
     moments, step = (_student_moments(sample), 1.0) if sample is not None else (NUTS().tilted(target, rng), 2.0)
@@ -145,7 +145,7 @@ def _warn_of_nuts(client: ClientView) -> None:
     )
 
 
-def _student_sample(target: Target, settings: _Settings) -> StudentSample | None:
+def _student_sample(target: Target, limit: float) -> StudentSample | None:
     """Weighted points of the tilted distribution of φ; None where they cannot be trusted."""
     client, global_, cavity, share = target
     mode = _tilted_mode(target)
@@ -155,7 +155,7 @@ def _student_sample(target: Target, settings: _Settings) -> StudentSample | None
         with np.errstate(over="ignore", invalid="ignore"):  # far out, infinite is the right answer
             return _marginal.values(client, draws, center, share) + gaussian.log_kernel(cavity, draws)
 
-    return sample(log_density, center, covariance, stream_of(client.client_id), settings.pareto_limit)
+    return sample(log_density, center, covariance, stream_of(client.client_id), limit)
 
 
 def _student_moments(sample: StudentSample) -> Moments:
@@ -169,6 +169,21 @@ def _student_moments(sample: StudentSample) -> Moments:
     return moments_of(*sample.moments, importance.skewness(sample.points, weights), quality)
 
 
+def own_posterior(client: ClientView, prior_share: float) -> tuple[Array, Array] | None:
+    """Mean (m,) and covariance of φ by a client's rows under the prior alone; None where no mode is found.
+
+    By importance sampling about the mode; where few points have all the weight, by the curvature there.
+    """
+    prior = client.prior.gaussian
+    target = Target(client, prior, prior, prior_share)
+    try:
+        points = _student_sample(target, tol.OWN_PARETO)
+    except LocalFailure as error:
+        logger.warning("client %s has no posterior of its own: %s", client.client_id, error)
+        return None
+    return _tilted_mode(target) if points is None else (points.moments.mean, points.moments.covariance)
+
+
 def _tilted_mode(target: Target) -> tuple[Array, Array] | None:
     """Mode of the tilted distribution of φ, and the covariance by its curvature."""
     client, global_, cavity, share = target
@@ -177,7 +192,8 @@ def _tilted_mode(target: Target) -> tuple[Array, Array] | None:
     phi, radius = gaussian.mean(global_), 1.0
     for _ in range(tol.TILTED_STEPS):
         try:
-            expansion = _marginal.expand(client, phi, share)
+            with np.errstate(invalid="ignore"):  # far out there may be no density: then there is no expansion
+                expansion = _marginal.expand(client, phi, share)
         except LocalFailure:
             return None
         precision = cavity.precision - expansion.hessian
@@ -205,7 +221,7 @@ def draw(target: Target, draws: int, chains: int, rng: Rng, *, settings: _Settin
     outside = share * client.prior.log_ratio(phi) - gaussian.log_kernel(gaussian.quotient(global_, cavity), phi)
     phi, theta, log_weights = _with_local(client, phi, mean, outside, rng)
     if importance.pareto_k(log_weights) > settings.pareto_limit and settings.fallback:
-        sample = _student_sample(target, settings)
+        sample = _student_sample(target, settings.pareto_limit)
         if sample is not None:
             step, phi = 1.0, sample.points
             outside = share * client.prior.log_ratio(phi) + gaussian.log_kernel(cavity, phi) - sample.log_proposal

@@ -136,6 +136,7 @@ T_FITS = 8  # of a t to its own weighted points; trial; − NUTS, + time
 FIRST_POINTS, LAST_POINTS = 256, 1024  # of a scramble, for fits and moments; time; − error, + time
 EACH_COEFFICIENT = 50  # effective points for each coordinate and one; trial; − error, + NUTS
 SETTLED = 0.3  # relative ESS of a t that is fitted; trial; − too early, + time
+OWN_PARETO = 1.0  # most Pareto k of a client's own posterior, for a first proposal alone; trial; − its mode, + chance
 TELLING, WIDENED = 10, 0.5  # effective points a coordinate, with fewer variances are wider by so much; trial; as above
 MOST_T_ERROR = 0.1  # sds, standard error of a mean; trial; − NUTS, + error
 TILTED_STEPS, TRUST_GROWTH = 30, 2.0  # of a search for φ, and growth of its radius; trial; − no mode, + overshoots

@@ -8,7 +8,6 @@ where it asks what was answered before, it takes that answer, and it ends at the
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import io
 import logging
@@ -39,9 +38,10 @@ from fedppl.sites.engine import Sites, SitesEngine, SitesSettings, checked
 from fedppl.sites.enrolment import expected_clients
 from fedppl.sites.node import Node, Site, described
 from fedppl.sites.site_agreement import waits
-from fedppl.storage import store as _store
 from fedppl.storage.signed import Memory, keep, open_to_write, partial_path, recalled, write_through
-from fedppl.types import DeclarationError
+from fedppl.storage.store import changing
+from fedppl.storage.store import memory as kept_in
+from fedppl.types import DataError, DeclarationError
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,6 @@ FILE = "run.sqlite"
 _MAGIC = b"fedppl bundle 1\n"
 _HEADER = 4096  # bytes at most: a header has three names of 200 characters
 _MOST = 10**9  # bytes of a bundle: SQLite keeps no larger ones
-_PARTS = 2 * (_decode.TEXTS + _decode.ARRAYS) + 2  # of a message: names and values, its kind, and the number of texts
 _VERSION = 1  # of the server's file
 
 
@@ -117,36 +116,34 @@ def _parts(raw: bytes, most: int) -> list[bytes]:
 
 
 def _written(kind: str, parcel: Parcel) -> bytes:
-    """A message as bytes, of which no two have the same."""
-    arrays, texts = parcel
-    parts = [kind.encode(), b"%d" % len(texts)]
-    for name, text in sorted(texts.items()):
-        parts += [name.encode(), text.encode()]
-    for name, value in sorted(arrays.items()):
+    """A message as bytes: its type, names and texts, names and arrays in NumPy's format."""
+
+    def as_bytes(value: Any) -> bytes:
         file = io.BytesIO()
         np.lib.format.write_array(file, np.asarray(value, order="C"), allow_pickle=False)
-        parts += [name.encode(), file.getvalue()]
-    return _joined(parts)
+        return file.getvalue()
+
+    arrays, texts = parcel
+    pairs = [part.encode() for pair in sorted(texts.items()) for part in pair]
+    numbers = [part for name in sorted(arrays) for part in (name.encode(), as_bytes(arrays[name]))]
+    return _joined([kind.encode(), _joined(pairs), _joined(numbers)])
 
 
 def _read(body: bytes) -> tuple[str, Content]:
     """A message's type, and its content, which is not read yet."""
-
-    @functools.cache
-    def read() -> tuple[dict[str, str], dict[str, bytes]]:
-        with _decode.reading("it"):
-            kind, count, *rest = _parts(body, _PARTS)
-            cut = 2 * _decode.whole_number({"texts": count.decode()}, "texts")
-            require(len(rest) % 2 == 0 and cut <= len(rest), "it has a name without a value")
-            names = [part.decode() for part in rest[::2]]
-            require(len(set(names[: cut // 2])) == cut // 2, "a text stands twice")
-            require(len(set(names[cut // 2 :])) == len(names) - cut // 2, "an array stands twice")
-            texts = dict(zip(names[: cut // 2], (part.decode() for part in rest[1:cut:2]), strict=True))
-            return texts, dict(zip(names[cut // 2 :], rest[cut + 1 :: 2], strict=True))
-
     with _decode.reading("it"):
-        kind = _parts(body[: 8 + int.from_bytes(body[:8], "little")], 1)[0].decode()
-    return kind, Content(lambda: read()[0], lambda: read()[1])
+        kind, texts, arrays = _parts(body, 3)
+        named = _by_name(texts, _decode.TEXTS)
+        return kind.decode(), Content(
+            lambda: {name: text.decode() for name, text in named.items()}, lambda: _by_name(arrays, _decode.ARRAYS)
+        )
+
+
+def _by_name(raw: bytes, most: int) -> dict[str, bytes]:
+    parts = _parts(raw, 2 * most)
+    names = [name.decode() for name in parts[::2]]
+    require(len(parts) == 2 * len({*names}), "a name stands twice, or has no value")
+    return dict(zip(names, parts[1::2], strict=True))
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -273,13 +270,9 @@ class Files(NamedTuple):
         parts = [engine.sites() if isinstance(engine, Files) else engine for engine in (self, *engines)]
         names = [name for part in parts for name in _names(part.settings.clients)]
         if any(isinstance(engine, Files) and not engine.wait for engine in (self, *engines)):
-            raise DeclarationError(
-                "wait=0: other sites would wait for a call that has ended; give Files(wait=) seconds."
-            )
+            raise DeclarationError("wait=0: others would wait for a call that has ended; give Files(wait=) seconds.")
         if len(set(names)) < len(names) or any(part.secure for part in parts):
-            raise DeclarationError(
-                f"clients {names} must differ, and secure= be given here alone; correct the engines."
-            )
+            raise DeclarationError(f"clients {names} must differ, and secure= stand here alone; correct the engines.")
         if flag("secure", secure):
             _secure.require_enough(len(names))
         limits = min((part.settings for part in parts), key=lambda settings: settings.deadline)
@@ -408,7 +401,7 @@ class FilePost:
         if place.split(" ")[0] in (ASK, GATE) and other.fetchone()[0]:
             rule = f"site {site!r} was asked something else in round {place.split(' ')[1]} of run {self.run!r}"
             remedy = (
-                "repeat the first call: model, settings, random_seed, versions, no checkpoint; or take a new folder"
+                "repeat the first call (model, settings, random_seed, versions, no checkpoint), or take a new folder"
             )
             raise DeclarationError(f"{rule}; {remedy}.")
         (last,) = record.execute("SELECT MAX(number) FROM exchanges WHERE site = ?", (site,)).fetchone()
@@ -536,7 +529,7 @@ def answering(site: Any, config: Mapping[str, Any], identity: Path | None = None
         try:
             raw = _bytes_of(path)
             bundle = _answer(here, config, parties, raw)
-        except (OSError, Malformed, DeclarationError) as error:
+        except (OSError, Malformed, DeclarationError, DataError) as error:
             raise DeclarationError(f"bundle {str(path)!r} cannot be used: {one_line(error)}") from error
         reply = path.with_suffix(ANSWERED)
         _put(reply, bundle)
@@ -562,8 +555,8 @@ def _parties(here: Node, config: Mapping[str, Any], identity: Path | None) -> _P
 def _kept(here: Node) -> Iterator[Memory]:
     """What the site keeps beside its account."""
     assert here.folder is not None
-    with _store.changing(here.folder) as store:
-        yield _store.memory(store)
+    with changing(here.folder) as store:
+        yield kept_in(store)
 
 
 def _answer(here: Node, config: Mapping[str, Any], parties: _Parties, raw: bytes) -> bytes:
@@ -584,10 +577,10 @@ def _answer(here: Node, config: Mapping[str, Any], parties: _Parties, raw: bytes
         rule = f"its number is {header.number}, and number {number} of run {header.run!r} is answered already"
         raise DeclarationError(f"{rule}: it is an older one; carry the latest from the server.")
     try:
-        parcel = parcel_of(content)
+        with _decode.reading("it"):
+            parcel = parcel_of(content)
     except Malformed:
         parcel = {}, {}  # which the node refuses as malformed, by its log
-    assert here.folder is not None
     reply = answer(kind, here, config, None, parcel)
     back = Header(header.run, parties.own.name, parties.server, header.number, ANSWERED, digest)
     bundle = packed(back, _written(kind, reply), parties.own.identity, parties.sealing)

@@ -263,11 +263,12 @@ def test_rules_on_cohorts(rules: Policy, sites: int, sets: int, told: str | None
     assert found is None if told is None else found is not None and found.startswith(told)
 
 
-def test_points_that_a_policy_does_not_name_are_none_singly_and_some_in_sums() -> None:
+def test_numbers_that_a_policy_does_not_name_are_smaller_singly_than_in_sums() -> None:
     """A number that it names holds both ways, zero too."""
-    for masked, usual in ((False, 0), (True, policy.POINTS_OF_SUMS)):
-        assert policy.resolved(Policy(), masked=masked) == Policy(points=usual)
-        for given in (Policy(points=0), Policy(points=7), NO_RULES):
+    usual = {False: (0, policy.REQUESTS), True: (policy.POINTS_OF_SUMS, policy.REQUESTS_OF_SUMS)}
+    for masked, (points, requests) in usual.items():
+        assert policy.resolved(Policy(), masked=masked) == Policy(points=points, requests=requests)
+        for given in (Policy(points=0, requests=20), Policy(points=7, requests=1), NO_RULES):
             assert policy.resolved(given, masked=masked) == given
 
 
@@ -630,7 +631,7 @@ def test_an_honest_run_fits_into_the_default() -> None:
     model, clients = problems.logistic(rows=Policy().rows)
     engine = fedppl.InProcess(policy=SINGLE)
     fit = fedppl.fit(model, clients, fedppl.EP(), progressbar=False, random_seed=1, engine=engine)
-    assert fit.status.ok and len(fit.records) <= Policy().requests
+    assert fit.status.ok and len(fit.records) <= policy.REQUESTS
     assert not any(record.failures for record in fit.records)
 
 
@@ -1267,7 +1268,7 @@ def test_conclusions_tell_nothing_of_a_uniform_likelihood(tmp_path: Path, asked:
     told = [conclusion(site, run, mean) for run, mean in zip(runs, widths, strict=True)]
     assert all(one == ({}, {"client_id": "clinic 3"}) for one in told)
     drawn = [line for line in log_of(tmp_path) if line["event"] == "conclusion" and not line["refused"]]
-    assert len(drawn) == (1 if asked == "one run" else Policy().requests)
+    assert len(drawn) == (1 if asked == "one run" else policy.REQUESTS)
     assert failed >= 1
     assert not list(tmp_path.glob("*.nc"))
 

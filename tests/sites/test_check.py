@@ -97,7 +97,7 @@ def test_all_is_in_order_and_nothing_is_counted(place: Place) -> None:
     assert stored.lines(place.base / "folder") == before and not stored.names(place.base / "folder")
     data = found["data"].said
     assert "3 columns" in data and "age: 300 rows, 0 missing" in data and "levels control, drug" in data
-    assert "1 lines whose chain holds, 0 of 20 requests" in found["account"].said
+    assert "1 lines whose chain holds, 0 of 100 requests" in found["account"].said
     assert "'north'" in found["identity"].said and "conclusions = ('loo',)" in found["policy"].said
     told = found["a server would be told"].said
     assert (

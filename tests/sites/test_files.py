@@ -108,6 +108,12 @@ def to_end(base: Path, algorithm: Any, masked: bool = False, calls: int = 60) ->
     raise AssertionError("the run did not end")
 
 
+def log(base: Path, name: str) -> list[dict[str, Any]]:
+    """Lines of a site's log."""
+    folder = base / f"at {name}"
+    return list(audit.lines(folder)) if (folder / "site.sqlite").exists() else []
+
+
 def same(fit: fedppl.Fit, other: fedppl.Fit) -> None:
     assert fit.status is other.status is fedppl.Status.CONVERGED
     for mine, its in zip(fit.posterior, other.posterior, strict=True):
@@ -123,19 +129,22 @@ def base(tmp_path: Path) -> Path:
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_run_by_files_has_the_digits_of_one_process(base: Path, masked: bool) -> None:
-    model, clients = declared()
-    fit = to_end(base, fedppl.Sums(), masked)
+@pytest.mark.parametrize(("masked", "exchanges"), [(False, None), (True, None), (True, 4)])
+def test_a_run_by_files_has_the_digits_of_one_process(base: Path, masked: bool, exchanges: int | None) -> None:
+    (model, clients), algorithm = declared(), fedppl.Sums(exchanges=exchanges)
+    fit = to_end(base, algorithm, masked)
     whole = fedppl.InProcess(secure=masked, policy=OPEN)
-    same(fit, fedppl.fit(model, clients, fedppl.Sums(), engine=whole, progressbar=False, random_seed=1))
+    same(fit, fedppl.fit(model, clients, algorithm, engine=whole, progressbar=False, random_seed=1))
+    # To enrol, two for masks, each round, and at the end.
+    bundles = list((base / "run" / "sites" / "north").glob(f"*{ASKED}"))
+    assert len(bundles) == 2 + 2 * masked + len(fit.records)
     assert fit.told
     for name in NAMES:
         assert (base / f"at {name}" / f"{name}.nc").exists()
-        lines = list(audit.lines(base / f"at {name}"))  # each request once, whatever the calls
-        rounds = [line["round"] for line in lines if line["event"] == "request" and line.get("round")]
+        # Each request once, whatever the number of calls.
+        rounds = [line["round"] for line in log(base, name) if line["event"] == "request" and line.get("round")]
         assert rounds == [record.number for record in fit.records]
-    again = call(base, fedppl.Sums(), masked)
+    again = call(base, algorithm, masked)
     same(again, fit)
     assert again.told.keys() == fit.told.keys()
 
@@ -241,10 +250,10 @@ def first_bundle(base: Path, name: str = "north") -> Path:
 def test_a_bundle_is_answered_once_and_always_alike(base: Path) -> None:
     answer, bundle = answerers(base, fedppl.Sums())["north"], first_bundle(base)
     reply = answer(bundle)
-    before, lines = reply.read_bytes(), len(list(audit.lines(base / "at north")))
+    before, lines = reply.read_bytes(), log(base, "north")
     reply.unlink()
     assert answer(bundle).read_bytes() == before
-    assert len(list(audit.lines(base / "at north"))) == lines
+    assert log(base, "north") == lines
 
 
 def test_a_server_that_lost_its_file_may_write_the_last_bundle_anew(base: Path) -> None:
@@ -262,8 +271,7 @@ def test_a_server_that_lost_its_file_may_write_the_last_bundle_anew(base: Path) 
     looked = iter([False, True])
     files.watch(bundle.parent, answer["north"], 0.01, lambda: next(looked))
     assert bundle not in waiting(base, fedppl.Sums())
-    *_, last = audit.lines(base / "at north")
-    assert last["repeated"]
+    assert log(base, "north")[-1]["repeated"]
 
 
 def test_nothing_is_read_by_who_carries_a_bundle(base: Path) -> None:
@@ -288,7 +296,7 @@ def test_a_bundle_that_was_cut_or_changed_is_refused(base: Path, at: int, cut: b
     bundle.write_bytes(bytes(raw[:at]) if cut else bytes(raw))
     with pytest.raises(DeclarationError, match="cannot be used"):
         answer(bundle)
-    assert not bundle.with_suffix(ANSWERED).exists() and not (base / "at north" / "site.sqlite").exists()
+    assert not bundle.with_suffix(ANSWERED).exists() and not log(base, "north")
 
 
 def test_a_bundle_of_another_site_server_or_way_is_refused(base: Path, tmp_path: Path) -> None:
@@ -354,17 +362,18 @@ def test_a_message_that_is_none_is_refused_by_the_sites_log(base: Path) -> None:
     header, _, _ = files.unpacked(bundle.read_bytes())
     for body, remedy in (
         (b"", "Error|type"),
-        (files._joined([b"train.unknown", b"0"]), "no type of message"),
+        (files._joined([b"train.unknown", b"", b""]), "no type of message"),
         (b"\xff" * 40, "shorter"),
     ):
         own = secure.read_keys(base / "server").identity
         bundle.write_bytes(files.packed(header, body, own, north.sealing["north"]))
         with pytest.raises(DeclarationError, match=remedy):
             answerers(base, fedppl.Sums())["north"](bundle)
-    body = files._joined([b"train.fedppl", b"1", b"round", b"9", b"mean", b"\x93NUMPY and more"])
+    texts, arrays = files._joined([b"round", b"9"]), files._joined([b"mean", b"\x93NUMPY and more"])
+    body = files._joined([b"train.fedppl", texts, arrays])
     bundle.write_bytes(files.packed(header, body, secure.read_keys(base / "server").identity, north.sealing["north"]))
     answerers(base, fedppl.Sums())["north"](bundle)
-    (line,) = audit.lines(base / "at north")
+    (line,) = log(base, "north")
     assert line["event"] == "request" and line["refused"].startswith("malformed")
 
 

@@ -63,6 +63,13 @@ class About(NamedTuple):
     prior: Gaussian  # the Gaussian that stands for the prior at the server
     labels: tuple[str, ...]
     many: bool  # whether clients are so many that their sum hardly departs from a quadratic
+    hurried: bool = False  # whether exchanges are few, and each asks for more
+
+
+class Alone(NamedTuple):
+    """Clients are asked what their own rows say under the prior: a Gaussian each, in place of a search."""
+
+    about: About  # the prior, as yet
 
 
 class Evaluated(NamedTuple):
@@ -176,9 +183,18 @@ MANY = Effort(
 )
 
 
+# Where another exchange costs days: θ is integrated at more points, and a pilot that is off is better than none.
+HURRIED = FEW._replace(
+    integrated=tol.INTEGRATED_HURRIED,
+    integrated_each=tol.INTEGRATED_EACH_HURRIED,
+    later=(tol.STAGES, 1),
+    rough=tol.PILOT_PREDICTED_HURRIED,
+)
+
+
 def effort_of(state: Weighing) -> Effort:
-    """How many values are asked for of so many clients."""
-    return MANY if state.about.many else FEW
+    """How many values are asked for of so many clients, in so many exchanges."""
+    return MANY if state.about.many else HURRIED if state.about.hurried else FEW
 
 
 def values_of_batch(state: Weighing) -> Array:

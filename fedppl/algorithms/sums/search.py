@@ -1,6 +1,7 @@
 """The search for the mode by sums of log f_k: derivatives are differences of values at a stencil about a point.
 
 So there is one kind of exchange. Steps are those of EP's warm start, of which all clients together are one client.
+Where exchanges are few, clients' own posteriors take the place of a search: one exchange of Gaussians.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from fedppl.algorithms.ep import sites as _sites
 from fedppl.algorithms.ep import warm_start as _warm_start
 from fedppl.algorithms.ep.sites import Sites
 from fedppl.algorithms.ep.warm_start import ALL, Mode, Starts, WarmStart, why_not_arrived
-from fedppl.contracts import Expansion
+from fedppl.contracts import ClientView, Expansion
 from fedppl.gaussian import Gaussian
+from fedppl.local.nested_laplace import own_posterior
 from fedppl.numerics.streams import whitened_points
 from fedppl.structure import full
 from fedppl.types import Array, Layout, Message
@@ -210,3 +212,34 @@ def _reply(about: Array, along: Array, ray: Array) -> Message:
     whole = inverse.T @ hessian @ inverse
     slopes = inverse.T @ (0.5 * (high - low))
     return _warm_start.reply_of(Expansion(middle, slopes, 0.5 * (whole + whole.T), {}), ray)
+
+
+# In place of a search: what each client's rows say alone, as a Gaussian divided by the prior -------------------------
+
+
+def alone(client: ClientView, prior_share: float) -> Array:
+    """Linear part and packed precision of a client's own posterior divided by the prior, in prior sds; 0 without one.
+
+    It lies about the client's own mode: an expansion at a common point would say little of other places. By moments,
+    since at modes each client would say that a spread between clients is all but 0.
+    """
+    prior, m = client.prior.gaussian, client.shared_size
+    own = own_posterior(client, prior_share)
+    if own is None:
+        return np.zeros(m + m * (m + 1) // 2)
+    mean, root = gaussian.affine(prior)
+    precision = root.T @ np.linalg.inv(own[1]) @ root
+    return np.concatenate(
+        [precision @ np.linalg.solve(root, own[0] - mean), gaussian.pack_triangle(precision - np.eye(m))]
+    )
+
+
+def together(prior: Gaussian, total: Array) -> Gaussian:
+    """The prior times what all clients' rows say alone, from the sum of `alone`."""
+    m = len(prior.linear)
+    mean, root = gaussian.affine(prior)
+    values, axes = np.linalg.eigh(np.eye(m) + gaussian.unpack_triangle(total[m:]))
+    values = np.maximum(values, tol.LEAST_OF_SUM)
+    inverse = np.linalg.inv(root)
+    precision = inverse.T @ (axes * values) @ axes.T @ inverse
+    return Gaussian(inverse.T @ total[:m] + precision @ mean, 0.5 * (precision + precision.T))

@@ -2,8 +2,8 @@ r"""The posterior by sums over clients: the same message to all of them, and not
 
 .. math:: \log p(\varphi \mid y) = \log p(\varphi) + \sum_k \log f_k(\varphi) + \text{const}
 
-One kind of exchange: clients answer log f_k at points. The search maximises the sum, by values at a stencil; then
-values about the mode are weighed until the posterior is known.
+Clients answer log f_k at points. The search maximises the sum, by values at a stencil; then values about the mode are
+weighed until the posterior is known. With few exchanges clients' own posteriors, summed, stand in for the search.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedppl.algorithms.ep.ep import require_known
 from fedppl.algorithms.ep.sites import implausible_values, say_if_large
 from fedppl.algorithms.sums import search as _search
 from fedppl.algorithms.sums import weigh as _weigh
-from fedppl.algorithms.sums.phases import About, Integrated, Rule, Weighed, Weighing, gaussian_of
+from fedppl.algorithms.sums.phases import About, Alone, Integrated, Rule, Weighed, Weighing, gaussian_of
 from fedppl.algorithms.sums.search import Search
 from fedppl.contracts import Asked, Batch, ClientUpdate, ClientView, Factor, LogEvidence, Received, Report, Summed
 from fedppl.contracts.algorithm import WithoutClient, always, first_ending
@@ -55,10 +55,11 @@ class SumsState(NamedTuple):
     clients: tuple[str, ...]
     prior_share: float  # of each client, of a prior that is not Gaussian
     prior: Gaussian
-    phase: Search | Weighing | Weighed
+    phase: Search | Alone | Weighing | Weighed
     void: int  # rounds in a row in which a client was missing
     stream: int  # of points
     looked: bool  # whether other modes of clients' own variables were looked for
+    left: int | None  # exchanges that are left, void ones not counted; None of as many as it takes
 
 
 class SumsInfo(NamedTuple):
@@ -72,7 +73,9 @@ class SumsInfo(NamedTuple):
     mc_error: float = np.nan  # largest standard error of a mean or of an sd, in posterior sds
 
 
-def Sums(*, points: int = 512, pilot: int = 256, starts: int | str = "auto") -> contracts.Algorithm[SumsState, None]:
+def Sums(
+    *, points: int = 512, pilot: int = 256, starts: int | str = "auto", exchanges: int | None = None
+) -> contracts.Algorithm[SumsState, None]:
     r"""Compute the posterior of the shared variables from sums over clients, by importance sampling about its mode.
 
     .. math:: w_s \propto \frac{p(\varphi_s) \prod_k f_k(\varphi_s)}{g(\varphi_s)}, \qquad
@@ -93,6 +96,10 @@ def Sums(*, points: int = 512, pilot: int = 256, starts: int | str = "auto") -> 
         Number of searches: the first from the prior's mean, the others from images of what it found and from points
         of the prior. Where other modes have more than a thousandth of the mass the fit is not called converged.
         "auto" is 4 where clients are in this process, and 1 where they are sites of their own.
+    exchanges
+        Most exchanges with clients, from 3 to 9, as for sites whose messages travel as files by hand: in the first each
+        client answers a Gaussian of its own posterior in place of a search, and from then on values at four times as
+        many points. A fit that is not to be trusted after the last is stalled. None for as many as it takes.
 
     Returns
     -------
@@ -125,22 +132,26 @@ def Sums(*, points: int = 512, pilot: int = 256, starts: int | str = "auto") -> 
     points, pilot = _number("points", points), _number("pilot", pilot)
     by_number = not isinstance(starts, str)
     searches = _warm_start.number_of(starts, tol.AUTO_STARTS)
+    if exchanges is not None:
+        settings.whole("exchanges", exchanges, tol.FEWEST_EXCHANGES, "or None", tol.MOST_EXCHANGES)
+        if by_number:
+            raise DeclarationError(f"starts={starts} are of a search, for which exchanges= has no room: leave one out.")
     return contracts.Algorithm[SumsState, None](
         name="Sums",
-        settings={"points": str(points), "pilot": str(pilot), "starts": repr(starts)},
-        init=functools.partial(_init, starts=searches),
+        settings={"points": str(points), "pilot": str(pilot), "starts": repr(starts), "exchanges": str(exchanges)},
+        init=functools.partial(_init, starts=searches, exchanges=exchanges),
         broadcast=_broadcast,
         update_client=_update_client,
-        update_server=functools.partial(_update_server, points=points, pilot=pilot),
+        update_server=functools.partial(_update_server, points=points, pilot=pilot, exchanges=exchanges),
         replies=contracts.Replies(_shapes, _implausible, summed=always),
         result=contracts.Result(
             _conclusion,
             draw_weighted,
             contracts.Posterior(_q, _weighted_points, _evidence, _without),
             _details,
-            preliminary=lambda state: isinstance(state.phase, Search),
+            preliminary=lambda state: isinstance(state.phase, Search | Alone),
             tests_convergence=True,
-            resume=_resume,
+            resume=functools.partial(_resume, pilot=pilot),
         ),
         needs=contracts.Needs(_LOCAL.check),
         disclosure=contracts.Disclosure(
@@ -157,12 +168,15 @@ def _number(name: str, points: int) -> int:
     return settings.whole(name, points, tol.FEWEST_POINTS, most=of_local.MOST_POINTS)
 
 
-def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, starts: int) -> SumsState:
+def _init(layout: Layout, clients: tuple[str, ...], rng: Rng, *, starts: int, exchanges: int | None) -> SumsState:
     stream = int(rng.integers(2**31))
     say_if_large(layout, "Sums")
     share = 0.0 if layout.prior_is_gaussian else 1.0 / len(clients)
-    search = _search.begin(layout, len(clients), starts, stream)
-    return SumsState(clients, share, layout.prior, search, 0, stream % tol.FIT_STREAMS, False)
+    phase: Search | Alone = _search.begin(layout, len(clients), starts, stream)
+    if exchanges is not None:
+        many = len(clients) > tol.MANY_CLIENTS
+        phase = Alone(About(layout.prior, layout.prior, layout.labels, many, hurried=not many))
+    return SumsState(clients, share, layout.prior, phase, 0, stream % tol.FIT_STREAMS, False, exchanges)
 
 
 def _at_sites(state: SumsState, *, by_number: bool) -> SumsState:
@@ -173,12 +187,14 @@ def _at_sites(state: SumsState, *, by_number: bool) -> SumsState:
     return state._replace(phase=search if by_number else search._replace(starts=None, scan=None))
 
 
-def _resume(first: SumsState, last: SumsState) -> SumsState:
-    """Begin the search where another fit had its posterior."""
-    assert isinstance(first.phase, Search)
-    if isinstance(last.phase, Search) or not gaussian.is_proper(last.phase.about.q):
+def _resume(first: SumsState, last: SumsState, *, pilot: int) -> SumsState:
+    """Begin the search, or the pilot, where another fit had its posterior."""
+    if isinstance(last.phase, Search | Alone) or not gaussian.is_proper(q := last.phase.about.q):
         return first
-    return first._replace(phase=_search.begin_at(first.phase, gaussian.mean(last.phase.about.q)))
+    if isinstance(first.phase, Alone):  # own posteriors would say less
+        return _begun(first, first.phase.about._replace(q=q), pilot, None)[0]
+    assert isinstance(first.phase, Search)
+    return first._replace(phase=_search.begin_at(first.phase, gaussian.mean(q)))
 
 
 # Messages and replies ------------------------------------------------------------------------------------------------
@@ -193,23 +209,27 @@ def _broadcast(state: SumsState, client_id: str) -> Message:
         "known": places,
         "center": phase.newton.trial.point if isinstance(phase, Search) else gaussian.mean(phase.about.q),
         "prior_share": np.array(state.prior_share),
+        "alone": np.array(float(isinstance(phase, Alone))),
         "some": np.array(phase.some if isinstance(phase, Search) else 1.0),
         "look": np.array(float(isinstance(phase, Weighing) and not state.looked)),
         "roughly": np.array(float(isinstance(phase, Weighing) and phase.rule == Rule.ROUGHLY)),
     }
 
 
-def _points(phase: Search | Weighing | Weighed) -> tuple[Array, Array]:
-    """Points, and places of those at which θ is integrated; none once the posterior is weighed."""
+def _points(phase: Search | Alone | Weighing | Weighed) -> tuple[Array, Array]:
+    """Points, and places of those at which θ is integrated; none before the first, or once the posterior is weighed."""
     if isinstance(phase, Search):
         return _search.points(phase), _search.integrated(phase).astype(float)
-    if isinstance(phase, Weighed):
+    if isinstance(phase, Alone | Weighed):
         return np.zeros((0, len(phase.about.labels))), np.zeros(0)
     return phase.batch.phi, _weigh.places_integrated(phase).astype(float)
 
 
 def _asks(layout: Layout, message: Message) -> Asked:
-    """Points, any of which can be left out."""
+    """Points, any of which can be left out; or moments of each client's own posterior, under the prior."""
+    if float(message["alone"]) > 0:
+        nowhere = np.zeros((0, layout.size))
+        return Asked(nowhere, nowhere, ((layout.prior, layout.prior),))
     return Asked(np.zeros((0, layout.size)), np.asarray(message["points"], dtype=float), values=True)
 
 
@@ -220,7 +240,7 @@ def _update_client(client: ClientView, personal: None, message: Message, rng: Rn
     summed = _of_stack(client.view(integrate.alone), everybody, 1, message.get("inside"))
     for reason in summed.failures.values():
         raise LocalFailure(reason)
-    lost, kept = np.asarray(summed.total["values_lost"]), np.asarray(message.get("inside", True), dtype=bool)
+    lost, kept = np.asarray(summed.total.get("values_lost", ())), np.asarray(message.get("inside", True), dtype=bool)
     info: dict[str, float | str] = {"values_lost": float(np.mean(lost > 0)) if len(lost) else 0.0}
     if count := int(np.sum(~kept)):
         info["reason"] = f"{count} of {len(kept)} points are farther from the prior's mean than its policy's distance="
@@ -229,6 +249,10 @@ def _update_client(client: ClientView, personal: None, message: Message, rng: Rn
 
 def _of_stack(stack: Stacked, message: Message, workers: int, inside: Array | None = None) -> Summed:
     """The sum of what the clients of a stack answer."""
+    if float(message["alone"]) > 0:
+        share = float(message["prior_share"])
+        own = integrate.in_parts(lambda k: _search.alone(stack.client(k.start), share), len(stack), 1, workers)
+        return Summed({"alone": np.sum(own, axis=0), "answered": np.array(float(len(own)))}, len(own), {})
     points, center = (np.asarray(message[name], dtype=float) for name in ("points", "center"))
     places, some = np.asarray(message["known"], dtype=np.int64), float(message["some"])
     kept = np.ones(len(points), dtype=bool) if inside is None else np.asarray(inside, dtype=bool)
@@ -265,6 +289,9 @@ def _placed(sums: Array, kept: Array, elsewhere: float = 0.0) -> Array:
 
 
 def _shapes(state: SumsState) -> dict[str, tuple[int, ...]]:
+    if isinstance(state.phase, Alone):
+        m = len(state.phase.about.labels)
+        return {"alone": (m + m * (m + 1) // 2,), "answered": ()}
     count, integrated = (len(values) for values in _points(state.phase))
     at_few = dict.fromkeys(("left_out", "left_out_lost", "errors", "squares"), (integrated,))
     at_all = {"values": (count,), "values_lost": (count,)}
@@ -272,6 +299,10 @@ def _shapes(state: SumsState) -> dict[str, tuple[int, ...]]:
 
 
 def _implausible(state: SumsState, reply: Message) -> str | None:
+    if isinstance(state.phase, Alone):
+        most = float(np.max(np.abs(reply["alone"])))
+        beyond = f"'alone' reaches {most:.2g} in the prior's units, beyond {tol.AGAINST_Q:g}: rescale the outcome"
+        return None if most <= tol.AGAINST_Q else beyond
     for name in _COUNTS:
         if np.min(reply[name], initial=0.0) < 0.0:
             return f"{name!r} is below 0, and counts and squares are not; look at this client's versions"
@@ -281,7 +312,9 @@ def _implausible(state: SumsState, reply: Message) -> str | None:
 # Rounds at the server ------------------------------------------------------------------------------------------------
 
 
-def _update_server(state: SumsState, received: Received, *, points: int, pilot: int) -> tuple[SumsState, Report]:
+def _update_server(
+    state: SumsState, received: Received, *, points: int, pilot: int, exchanges: int | None
+) -> tuple[SumsState, Report]:
     """Take sums in, where they are of all clients: a round without one of them is void.
 
     In a search a client without a mode at its point may be why: then the point is given up.
@@ -298,7 +331,10 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
         )
         return _reported(state._replace(void=void), _info(phase), message)
     sums = received.sums()
-    state = state._replace(void=0)
+    state = state._replace(void=0, left=None if state.left is None else state.left - 1)
+    if isinstance(phase, Alone):
+        about = phase.about._replace(q=_search.together(phase.about.prior, np.asarray(sums["alone"], dtype=float)))
+        return _begun(state, about, pilot, None)
     if isinstance(phase, Search):
         scale = count / max(float(sums["answered"]), 1.0) if phase.some < 1.0 else 1.0
         places, laplace = _search.integrated(phase), _of_sums(sums, "values")
@@ -309,7 +345,14 @@ def _update_server(state: SumsState, received: Received, *, points: int, pilot: 
         return _searched(state, phase, scale * values, pilot, stencil)
     if isinstance(phase, Weighed):  # nothing was asked for
         return _reported(state, _info(phase), None)
-    return _weighed(state, phase, sums, points)
+    after, report = _weighed(state, phase, sums, points, exchanges)
+    if after.left != 0 or (isinstance(after.phase, Weighed) and after.phase.trusted):
+        return after, report
+    if isinstance(after.phase, Weighing):
+        after = after._replace(phase=Weighed(*after.phase[:3], None, False, False))
+    assert isinstance(report.info, SumsInfo)
+    message = f"exchanges={exchanges} are over: raise exchanges=, or leave it out"
+    return _reported(after, report.info, "; ".join(filter(None, (message, report.message))))
 
 
 def _of_sums(sums: Message, name: str) -> Array:
@@ -323,9 +366,9 @@ def _integrated(sums: Message, points: Array) -> Integrated:
     return Integrated(points, _of_sums(sums, "left_out"), errors, squares)
 
 
-def _info(phase: Search | Weighing | Weighed) -> SumsInfo:
-    if isinstance(phase, Search):
-        return SumsInfo("search", phase.newton.objective, 0)
+def _info(phase: Search | Alone | Weighing | Weighed) -> SumsInfo:
+    if isinstance(phase, Search | Alone):
+        return SumsInfo("search", phase.newton.objective if isinstance(phase, Search) else np.nan, 0)
     points, posterior = len(phase.evaluated.points), phase.posterior if isinstance(phase, Weighed) else None
     if posterior is None:
         return SumsInfo("weighing", np.nan, points)
@@ -337,12 +380,20 @@ def _searched(
 ) -> tuple[SumsState, Report]:
     """One step of a search; once it is over the next search, or the pilot, which begins with the stencil's values."""
     searched = _search.step(phase, values, len(state.clients))
-    info, count = _info(searched.search), len(state.clients)
     if searched.stuck or not searched.arrived:
-        return _reported(state._replace(phase=searched.search), info, searched.message, searched.stuck)
+        state = state._replace(phase=searched.search)
+        return _reported(state, _info(state.phase), searched.message, searched.stuck)
     sites = searched.search.sites
-    about = About(sites.q, sites.prior, sites.labels, count > tol.MANY_CLIENTS)
-    weighing = _weigh.begin(about, _points_of(count, pilot), state.stream, stencil)
+    about = About(sites.q, sites.prior, sites.labels, len(state.clients) > tol.MANY_CLIENTS)
+    return _begun(state._replace(phase=searched.search), about, pilot, stencil)
+
+
+def _begun(
+    state: SumsState, about: About, pilot: int, stencil: tuple[Integrated, Array] | None
+) -> tuple[SumsState, Report]:
+    """The pilot about a Gaussian."""
+    info, count = _info(state.phase), _points_of(about, len(state.clients), pilot)
+    weighing = _weigh.begin(about, count, state.stream, stencil)
     return _reported(state._replace(phase=weighing), info, "nothing is weighed yet: raise rounds=")
 
 
@@ -359,13 +410,16 @@ def _reported(state: SumsState, info: SumsInfo, message: str | None, stuck: str 
     return state, Report(info, *ending)
 
 
-def _points_of(clients: int, points: int) -> int:
-    """So many, or fewer where clients are many."""
+def _points_of(about: About, clients: int, points: int) -> int:
+    """So many, or fewer where clients are many; more where exchanges are few."""
+    points *= tol.HURRIED_POINTS if about.hurried else 1
     few = int(np.clip(tol.VALUES_OF_MANY / clients, tol.FEWEST_OF_MANY, tol.POINTS_OF_MANY))
     return points if clients <= tol.MANY_CLIENTS else min(points, few)
 
 
-def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> tuple[SumsState, Report]:
+def _weighed(
+    state: SumsState, phase: Weighing, sums: Message, points: int, exchanges: int | None
+) -> tuple[SumsState, Report]:
     """Values at the points of a batch; another one, or the end."""
     count, more = len(state.clients), "raise rounds="
     state = state._replace(looked=True)
@@ -379,10 +433,11 @@ def _weighed(state: SumsState, phase: Weighing, sums: Message, points: int) -> t
     if taken is None:
         again, message = _weigh.with_more_integrated(phase), f"integrals over clients' own variables vary: {more}"
         return _reported(state._replace(phase=again), _info(again), message)
-    few = _points_of(count, points)
+    few = _points_of(phase.about, count, points)
     each = max(tol.FEWEST_POINTS, few // tol.EVERYWHERE) if phase.rule == Rule.EVERYWHERE else few
-    remedy = f"fedppl.Sums(points={tol.MORE_POINTS * points})"
-    following, problems = _weigh.next_stage(*taken, each, state.stream, remedy)
+    more_points = f"points={tol.MORE_POINTS * points}"
+    remedy = f"fedppl.Sums({more_points if exchanges is None else f'exchanges={exchanges}, {more_points}'})"
+    following, problems = _weigh.next_stage(*taken, each, state.stream, remedy, last=state.left == 0)
     if isinstance(following, Weighing):
         problems = f"the weights are not trusted yet: {more}"
     elif not following.trusted:

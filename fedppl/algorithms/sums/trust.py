@@ -59,11 +59,20 @@ class _Errors(NamedTuple):
 
 
 def judged(
-    state: Weighing, through: Surrogate, posterior: Drawn, signed: Array, squares: Array, stream: int, remedy: str
+    state: Weighing,
+    through: Surrogate,
+    posterior: Drawn,
+    signed: Array,
+    squares: Array,
+    stream: int,
+    remedy: str,
+    *,
+    last: bool,
 ) -> tuple[Weighing | Weighed, str]:
     """Compare draws of a surrogate through all values with what the last surrogate and its weights say.
 
-    Another stage where the errors are not small enough yet; else the end, with a message that says what is not known.
+    Another stage where the errors are not small enough yet, unless this is the last; else the end, with a message that
+    says what is not known.
     """
     weights = _weights(state)
     of_stage = _estimate(state, weights)
@@ -87,7 +96,7 @@ def judged(
         and weights.effective >= tol.LEAST_EFFECTIVE
     )
     more_would_do = not trusted and is_told and is_near
-    if not enough and state.stage < (tol.MORE_STAGES if more_would_do else tol.STAGES):
+    if not enough and not last and state.stage < (tol.MORE_STAGES if more_would_do else tol.STAGES):
         return state, ""
     if trusted:
         posterior, error, by_draws = _put_right(state, through, posterior, errors, stream)

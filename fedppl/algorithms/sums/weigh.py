@@ -82,7 +82,7 @@ def begin(about: About, count: int, stream: int, stencil: tuple[Integrated, Arra
         None,
         stage=0,
         pilots=0,
-        rule=Rule.AT_FEW,
+        rule=Rule.ROUGHLY if about.hurried else Rule.AT_FEW,
     )
 
 
@@ -181,9 +181,9 @@ def with_more_integrated(state: Weighing) -> Weighing:
 
 
 def next_stage(
-    state: Weighing, signed: Array, squares: Array, count: int, stream: int, remedy: str
+    state: Weighing, signed: Array, squares: Array, count: int, stream: int, remedy: str, *, last: bool = False
 ) -> tuple[Weighing | Weighed, str]:
-    """The next stage, or the end with what is not known, once a batch was evaluated."""
+    """The next stage, or the end with what is not known, once a batch was evaluated; the end where it is the last."""
     if not np.any(np.isfinite(state.evaluated.values)):
         return nowhere(state)
     normal = _as_normal(state)
@@ -198,7 +198,7 @@ def next_stage(
         return _again(state, mean, covariance, count, stream)
     through, posterior = fitted
     if state.stage:
-        outcome, problems = judged(state, through, posterior, signed, squares, stream, remedy)
+        outcome, problems = judged(state, through, posterior, signed, squares, stream, remedy, last=last)
         if isinstance(outcome, Weighed):
             return outcome, problems
         state = outcome
@@ -216,7 +216,7 @@ def next_stage(
     drawn = candidates = surrogate.drawn(through, by, folded, another)
     if _are_copies(candidates):
         drawn = surrogate.walked(through, posterior, folded, tol.SHORT_WALK, another)
-    count *= tol.STAGE_GROWTH ** max(0, state.stage - 1)
+    count *= 1 if state.about.hurried else tol.STAGE_GROWTH ** max(0, state.stage - 1)
     probes = _probes(posterior, state.shape.coordinates, phases.effort_of(state).probes)
     parts = _chosen(state, candidates, drawn, by, tails, count), probes
     after = state._replace(
