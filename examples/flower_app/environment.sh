@@ -27,6 +27,20 @@ address = "127.0.0.1:$((PORT + 4))"
 insecure = true
 CONFIG
 
+make_identities() { # make_identities FOLDER: what each clinic does at home, sending its line to the others by letter
+    local site other
+    mkdir -p "$1"
+    for site in $SITES; do
+        [ -f "$1/$site/identity" ] || python -m fedppl.site identity "$1/$site" > "$1/$site.line" || return
+    done
+    for site in $SITES; do
+        for other in $SITES; do
+            [ "$other" = "$site" ] || grep -qs "^$other " "$1/$site/roster" ||
+                python -m fedppl.site roster "$1/$site" "$(cat "$1/$other.line")" || return
+        done
+    done
+}
+
 start_site() { # start_site NAME PORT
     flower-supernode --superlink "127.0.0.1:$PORT" --port "$2" \
         --root-certificates "$WORK/keys/ca.crt" --auth-supernode-private-key "$WORK/keys/$1" \
@@ -36,6 +50,7 @@ start_site() { # start_site NAME PORT
 }
 
 start_simulation() { # a SuperLink that runs everything on this machine, on loopback, without sites
+    make_identities "$WORK/simulated" || return
     flower-superlink --insecure --simulation --host 127.0.0.1 --port "$((PORT + 4))" \
         --disable-runtime-dependency-installation > "$WORK/simulation.log" 2>&1 &
     echo $! > "$WORK/simulation.pid"

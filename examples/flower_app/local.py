@@ -9,7 +9,6 @@ import argparse
 import json
 from pathlib import Path
 
-import arviz as az
 from clinics.declaration import ALGORITHM, MODEL, load_csv
 
 import fedppl
@@ -21,11 +20,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("data", type=Path)
     options = parser.parse_args(argv)
     clinics = {path.stem: load_csv(path) for path in sorted(options.data.glob("*.csv"))}
-    fit = fedppl.fit(MODEL, clinics, ALGORITHM, random_seed=1, progressbar=False)
+    engine = fedppl.InProcess(secure=True, policy=fedppl.Policy(conclusions=("loo",)))
+    fit = fedppl.fit(MODEL, clinics, ALGORITHM, engine=engine, random_seed=1, progressbar=False)
     print(f"{fit.status.value} after {len(fit.records)} rounds {fit.message}")
-    print(az.summary(fit.idata, var_names=["mu", "tau"], kind="stats"))
-    q = fit.posterior
-    print(json.dumps({"status": fit.status.value, "linear": q.linear.tolist(), "precision": q.precision.tolist()}))
+    print(fit.summary(["mu", "tau"], round_to=3).to_string())
+    loo, q = fedppl.loo(fit), fit.posterior
+    print(loo)
+    moments = {"linear": q.linear.tolist(), "precision": q.precision.tolist()}
+    print(json.dumps({"status": fit.status.value, **moments, "elpd": loo.elpd}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The server's app: it sees names, shapes and moments, and writes the shared posterior to a file."""
+"""The server's app: it sees sums over the clinics, and writes the shared posterior to a file."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def report(fit: fedppl.Fit, context: Context) -> None:
     """Print the shared posterior, and keep it where the run config says."""
     print(f"{fit.status.value} after {len(fit.records)} rounds {fit.message}")
     print(fit.summary(["mu", "tau"], round_to=3).to_string())
+    loo = fedppl.loo(fit)  # from sums that the clinics' policies let out at the end
+    print(loo)
     q = fit.posterior
     figures = {
         "status": fit.status.value,
@@ -29,6 +31,7 @@ def report(fit: fedppl.Fit, context: Context) -> None:
         "seconds": [round(record.seconds, 2) for record in fit.records],
         "linear": q.linear.tolist(),
         "precision": q.precision.tolist(),
+        "elpd": loo.elpd,
     }
     if folder := context.run_config["results"]:
         Path(str(folder)).mkdir(parents=True, exist_ok=True)
@@ -39,4 +42,6 @@ def report(fit: fedppl.Fit, context: Context) -> None:
 # Made up, in the form of a clinic's data: from them the server knows the model by itself and believes no site about it.
 EXAMPLE = {"X": np.ones((4, len(PREDICTORS))), "y": np.arange(4.0)}
 
-app = fedppl.Flower.server_app(MODEL, ALGORITHM, clients=3, example_data=EXAMPLE, random_seed=1, on_fit=report)
+app = fedppl.Flower.server_app(
+    MODEL, ALGORITHM, clients=3, example_data=EXAMPLE, secure=True, random_seed=1, on_fit=report
+)
