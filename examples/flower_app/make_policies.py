@@ -14,7 +14,6 @@ POLICY = """\
 # What the owner of {name}'s data allows. What is not here keeps the default of fedppl.Policy: sums over three sites or
 # more, under masks, of 250 patients together, ...
 requests = 120           # most that are ever answered; the README has several runs, and one takes about ten
-conclusions = ["loo"]    # what leaves, in a sum too, when a run is over
 # approval = "runs.txt"  # a file with the names of the runs that somebody has approved, beside this one
 """
 

@@ -20,8 +20,6 @@ def report(fit: fedppl.Fit, context: Context) -> None:
     """Print the shared posterior, and keep it where the run config says."""
     print(f"{fit.status.value} after {len(fit.records)} rounds {fit.message}")
     print(fit.summary(["mu", "tau"], round_to=3).to_string())
-    loo = fedppl.loo(fit)  # from sums that the clinics' policies let out at the end
-    print(loo)
     q = fit.posterior
     figures = {
         "status": fit.status.value,
@@ -31,7 +29,6 @@ def report(fit: fedppl.Fit, context: Context) -> None:
         "seconds": [round(record.seconds, 2) for record in fit.records],
         "linear": q.linear.tolist(),
         "precision": q.precision.tolist(),
-        "elpd": loo.elpd,
     }
     if folder := context.run_config["results"]:
         Path(str(folder)).mkdir(parents=True, exist_ok=True)
