@@ -37,13 +37,13 @@ HOSPITAL = page.ROOT / "docs" / "install_at_a_hospital.md"
 # Every block of the page: its language, and what it alone has. All of them are run below.
 BLOCKS = {
     "study": ("python", "fedppl.sources.sql("),
-    "policy": ("toml", "approval ="),
+    "policy": ("toml", "allowed_queries ="),
     "site": ("bash", "fedppl.site"),
     "environment": ("ini", "FEDPPL_KEY_FILE="),
     "services": ("ini", "ExecStart="),
     "connection": ("toml", "root-certificates"),
     "run": ("bash", "flwr run"),
-    "audit": ("bash", "fedppl.audit"),
+    "audit": ("bash", "--export"),
 }
 # Those of the other page that are run here.
 OF_HOSPITAL = {"keys": ("bash", "openssl req"), "logs": ("python", "logging.Formatter")}
@@ -61,7 +61,7 @@ def test_every_block_of_the_page_is_one_of_these() -> None:
 
 def test_the_page_is_short_and_so_is_the_way_to_a_first_answer() -> None:
     assert len(PAGE.read_text(encoding="utf-8").splitlines()) <= 250
-    assert len(block("site").splitlines()) == 8  # commands at a new site
+    assert len(block("site").splitlines()) <= 8  # commands at a new site
 
 
 def test_lines_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,6 @@ def test_a_policy(tmp_path: Path) -> None:
     path.write_text(block("policy"))
     said = fedppl.policy.read(path)
     assert (said.sums, said.requests, said.allowed_queries) == ("required", 60, ("DIGEST",))
-    assert said.approval == str(tmp_path / "approved.txt")
 
 
 # --- processes of Flower --------------------------------------------------------------------------------------
@@ -137,7 +136,6 @@ wait = 600.0
 deadline = 300.0
 """
 ROWS = {"north": 60, "south": 150, "west": 200}
-APPROVED = re.compile(r"nobody has approved run '([^']*)'")
 
 
 class Machines(NamedTuple):
@@ -153,12 +151,10 @@ class Machines(NamedTuple):
             "/var/lib/fedppl/site": str(self.work / "sites" / site),
             "/var/lib/fedppl": str(self.work / "var"),
             "/etc/fedppl/policy": str(self.work / "etc" / f"{site}-policy"),
-            "/etc/fedppl/approved": str(self.work / "etc" / f"{site}-approved"),
             "/etc/fedppl": str(self.work / "etc"),
             "postgresql+psycopg://reader@localhost/clinic": f"sqlite:///{self.work / 'srv' / site}.db",
             "server.example:8000": f"127.0.0.1:{self.port}",
             "--host 0.0.0.0 --port 8000": f"--host 127.0.0.1 --port {self.port}",
-            "journalctl -u supernode": f"cat {self.work / site}.log",
         }.items():
             text = text.replace(there, ours)
         return re.sub(r"\bnorth\b", site, text)
@@ -171,7 +167,7 @@ class Machines(NamedTuple):
         del given["PYTENSOR_FLAGS"], given["NUMBA_CACHE_DIR"]
         return {**os.environ, **given, "PYTHONPATH": str(page.ROOT)}
 
-    def shell(self, command: str, folder: str, site: str = "north", **names: str) -> str:
+    def shell(self, command: str, folder: str, site: str = "north", seconds: float = 600.0, **names: str) -> str:
         """Run a command of the page in a folder."""
         done = subprocess.run(
             ["bash", "-ec", self.here(command, site)],
@@ -179,7 +175,7 @@ class Machines(NamedTuple):
             env={**self.environment, **names},
             capture_output=True,
             text=True,
-            timeout=600.0,
+            timeout=seconds,
         )
         assert done.returncode == 0, done.stdout + done.stderr + self.logs()
         return done.stdout
@@ -234,8 +230,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
     query = found.shell(f"{sys.executable} -c 'import study; print(study.ROWS.digest)'", "app").strip()
     for seed, (site, rows) in enumerate(ROWS.items()):
         _table(tmp_path / "srv" / f"{site}.db", rows, seed)
-        rules = block("policy").replace("DIGEST", query)
-        (tmp_path / "etc" / f"{site}-policy.toml").write_text(rules.replace("approved", f"{site}-approved"))
+        (tmp_path / "etc" / f"{site}-policy.toml").write_text(block("policy").replace("DIGEST", query))
     yield found
 
 
@@ -276,7 +271,7 @@ def _until_it_listens(attempt: Callable[[], str], seconds: float = 60.0) -> None
 @pytest.mark.xdist_group("deployment")
 def test_from_a_database_to_a_first_approved_answer(machines: Machines) -> None:
     """The page's study on the page's services, by the page's commands: those at a site in their order."""
-    install, key, identity, *rosters, start_it, asked, approve = block("site").splitlines()
+    install, key, identity, *rosters, start_it, audited = block("site").splitlines()
     assert "pip install" in install and "systemctl start" in start_it  # what stands below is started in its place
     assert set(services(machines)) == {"flower-superlink", "flower-superexec", "flower-supernode"}
     with started(machines) as start:
@@ -293,27 +288,11 @@ def test_from_a_database_to_a_first_approved_answer(machines: Machines) -> None:
             for roster in rosters:
                 machines.shell(roster, "etc", site, **told)
             start(site, [*services(machines, site)["flower-supernode"], "--port", str(port)])
-        command = ["bash", "-ec", machines.here(block("run"))]
-        with (machines.work / "run.log").open("w") as log:
-            asking = subprocess.Popen(
-                command, cwd=machines.work / "app", env=machines.environment, stdout=log, stderr=log
-            )
-            approved: dict[str, set[str]] = {site: set() for site in ROWS}
-            end = time.monotonic() + 1200
-            while asking.poll() is None:
-                assert time.monotonic() < end, machines.logs()
-                for site in ROWS:
-                    found = set(APPROVED.findall(machines.shell(f"{asked.partition('  #')[0]} || true", "etc", site)))
-                    for name in found - approved[site]:
-                        machines.shell(approve, "etc", site, NAME=name)
-                    approved[site] |= found
-                time.sleep(1.0)
-    said = (machines.work / "run.log").read_text()
-    assert asking.returncode == 0 and "finished:completed" in said and "converged" in said, said + machines.logs()
+        said = machines.shell(block("run"), "app", seconds=1200.0)
+    assert "finished:completed" in said and "converged" in said, said + machines.logs()
     assert (machines.work / "var" / "run.ckpt").exists() and (machines.work / "var" / "key").exists()
     for site in ROWS:
-        agreement, fit = sorted(approved[site], key=len, reverse=True)
-        assert agreement.startswith("columns ") and len(fit) == 16
         assert (machines.work / "sites" / site / f"{site}.nc").stat().st_size > 10_000
-        audited = machines.shell(block("audit"), "var", site)
-        assert "the chain holds" in audited and "approval" in audited
+        for command in (audited, block("audit")):
+            told = machines.shell(command, "var", site)
+            assert "the chain holds" in told and "refused by: none" in told and f"requests answered of {site}" in told
