@@ -44,7 +44,7 @@ def simulated(tmp_path: Path) -> Iterator[Deployment]:
 
 
 def test_the_app_runs_on_the_simulation_runtime(simulated: Deployment) -> None:
-    """The posterior of the embedded engine; the server's log says phase, change and what is left, round by round."""
+    """The posterior of the embedded engine; the server's log says each round and its phase."""
     results = simulated.work / "results"
     config = f'results="{results}" wait=240.0'
     simulated.shell(f"flwr run . simulation --federation-config '{FEDERATION}' --run-config '{config}'")
@@ -63,7 +63,4 @@ def test_the_app_runs_on_the_simulation_runtime(simulated: Deployment) -> None:
         assert (simulated.work / "simulated" / site / f"{site}.nc").stat().st_size > 10_000
     rounds = re.findall(r"round (\d+): (\w+), 3 of 3 replies in ([^;\n]+)(.*)", said)
     assert [int(one[0]) for one in rounds] == list(range(1, found["rounds"] + 1))
-    ahead = [rest for _, status, _, rest in rounds if status == "running"]
-    assert all(re.match("; (warm start|EP)", rest) for rest in ahead)
-    assert sum("change" in rest for rest in ahead) > len(ahead) // 2
-    assert [rest for rest in ahead if "; EP" in rest and re.search(r"left, \d", rest)]
+    assert {phase for *_, phase in rounds} == {"; search", "; weighing"}
