@@ -3,6 +3,7 @@
 export PORT="${PORT:-18000}"
 export SITES="${SITES:-north south west}"
 export WORK="${WORK:-$HOME/fedppl-clinics}"
+export WARM="${WARM:-900}"  # seconds that a clinic's worker waits for the next message; 0 has none
 export FLWR_HOME="$WORK/flower"
 export FLWR_TELEMETRY_ENABLED=0
 export FLWR_DISABLE_UPDATE_CHECK=1
@@ -44,7 +45,7 @@ make_identities() { # make_identities FOLDER: what each clinic does at home, sen
 start_site() { # start_site NAME PORT
     flower-supernode --superlink "127.0.0.1:$PORT" --port "$2" \
         --root-certificates "$WORK/keys/ca.crt" --auth-supernode-private-key "$WORK/keys/$1" \
-        --node-config "data=\"$WORK/data/$1.csv\" policy=\"$WORK/policies/$1.toml\" folder=\"$WORK/sites/$1\" warm=${WARM:-0}" \
+        --node-config "data=\"$WORK/data/$1.csv\" policy=\"$WORK/policies/$1.toml\" folder=\"$WORK/sites/$1\" warm=$WARM" \
         > "$WORK/$1.log" 2>&1 &
     echo $! > "$WORK/$1.pid"
 }
