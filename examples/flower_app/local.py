@@ -9,7 +9,6 @@ import argparse
 import json
 from pathlib import Path
 
-import arviz as az
 from clinics.declaration import ALGORITHM, MODEL, load_csv
 
 import fedppl
@@ -21,9 +20,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("data", type=Path)
     options = parser.parse_args(argv)
     clinics = {path.stem: load_csv(path) for path in sorted(options.data.glob("*.csv"))}
-    fit = fedppl.fit(MODEL, clinics, ALGORITHM, random_seed=1, progressbar=False)
+    engine = fedppl.InProcess(secure=True, policy=fedppl.Policy())
+    fit = fedppl.fit(MODEL, clinics, ALGORITHM, engine=engine, random_seed=1, progressbar=False)
     print(f"{fit.status.value} after {len(fit.records)} rounds {fit.message}")
-    print(az.summary(fit.idata, var_names=["mu", "tau"], kind="stats"))
+    print(fit.summary(["mu", "tau"], round_to=3).to_string())
     q = fit.posterior
     print(json.dumps({"status": fit.status.value, "linear": q.linear.tolist(), "precision": q.precision.tolist()}))
 

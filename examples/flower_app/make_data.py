@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-CLINICS = {"north": 25, "south": 60, "west": 200}  # patients
+CLINICS = {"north": 40, "south": 60, "west": 200}  # patients
 AVERAGE, SPREAD, NOISE = np.array([8.0, 4.0, -1.0]), np.array([2.0, 0.8, 0.4]), 8.0  # mmHg; the truth
 
 

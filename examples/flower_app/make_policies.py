@@ -11,15 +11,10 @@ from pathlib import Path
 from make_data import CLINICS
 
 POLICY = """\
-# What the owner of {name}'s data allows. What is not here keeps the default of fedppl.Policy, which is stricter: these
-# clinics have few patients, whose effects are not shared, and they trust the server with ten runs.
-sums = "optional"         # EP needs single replies; by default a policy wants sums under masks
-rows = 20                 # smallest number of patients
-parameters_per_row = 0.25 # most shared coordinates per patient; this model shares 6
-requests = 120            # most requests that are ever answered
-distance = 10.0           # how far from the prior a point may lie, in prior sds
-# epsilon = 2.0           # a total privacy budget: then only PrivateEP is answered
-# approval = "runs.txt"   # a file with the names of the runs that somebody has approved, beside this one
+# What the owner of {name}'s data allows. What is not here keeps the default of fedppl.Policy: sums over three sites or
+# more, under masks, of 250 patients together, ...
+requests = 120           # most that are ever answered; the README has several runs, and one takes about ten
+# approval = "runs.txt"  # a file with the names of the runs that somebody has approved, beside this one
 """
 
 

@@ -10,6 +10,8 @@ flower-superlink --host 127.0.0.1 --port "$PORT" --database "$WORK/superlink.db"
     > "$WORK/superlink.log" 2>&1 &
 echo $! > "$WORK/superlink.pid"
 
+make_identities "$WORK/sites"
+
 # Only registered keys may connect, and the name given here is the client's id.
 for site in $SITES; do
     for attempt in $(seq 60); do

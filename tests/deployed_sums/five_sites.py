@@ -33,16 +33,15 @@ def load(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {"x": x, "y": y.astype(int)}
 
 
-def identity(config: Mapping[str, Any]) -> Path:
-    """Folder of identity and roster, beside the site's own."""
-    folder = Path(config["folder"])
-    return folder.with_name(f"identity of {folder.name}")
+def folder(config: Mapping[str, Any]) -> Path:
+    """The site's folder, with its identity and roster."""
+    return Path(config["folder"])
 
 
 def report(fit: fedppl.Fit, context: Context) -> None:
     """Write what the test looks at."""
-    folder = Path(str(context.run_config["results"]))
-    folder.mkdir(parents=True)
+    results = Path(str(context.run_config["results"]))
+    results.mkdir(parents=True)
     found = {
         "status": fit.status.value,
         "message": fit.message,
@@ -51,10 +50,10 @@ def report(fit: fedppl.Fit, context: Context) -> None:
         "mean": fedppl.gaussian.mean(fit.posterior).tolist(),
         "sd": fedppl.gaussian.standard_deviations(fit.posterior).tolist(),
     }
-    (folder / "fit.json").write_text(json.dumps(found))
+    (results / "fit.json").write_text(json.dumps(found))
 
 
-site = fedppl.Flower.client_app(MODEL, ALGORITHM, load, folder=lambda config: config["folder"], secure=identity)
+site = fedppl.Flower.client_app(MODEL, ALGORITHM, load, folder=folder, secure=folder)
 server = fedppl.Flower.server_app(
     MODEL, ALGORITHM, clients=5, example_data={"x": [0.0, 1.0], "y": [0, 1]}, secure=True, random_seed=1, on_fit=report
 )

@@ -251,4 +251,5 @@ def test_the_policies_of_the_clinics_let_them_take_part(tmp_path: Path, monkeypa
     importlib.import_module("make_policies").main([str(tmp_path)])
     found = {path.stem: fedppl.policy.read(path) for path in tmp_path.iterdir()}
     assert set(found) == {"north", "south", "west"}
-    assert fedppl.policy.refuse_data(found["north"], 6, fedppl.policy.Holdings(25, None)) is None
+    patients = sum(importlib.import_module("make_data").CLINICS.values())
+    assert fedppl.policy.refuse_data(found["north"], 6, fedppl.policy.Holdings(patients, None, sites=3)) is None

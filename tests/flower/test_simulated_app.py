@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from numpy.testing import assert_allclose
 
 pytest.importorskip("flwr")
 
-from tests.flower.test_deployment import APP, SITES, Deployment, embedded, free_ports, posterior
+from tests.flower.test_deployment import APP, SITES, Deployment, assert_the_same, embedded, free_ports
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow, pytest.mark.xdist_group("deployment")]
 
@@ -45,7 +44,7 @@ def simulated(tmp_path: Path) -> Iterator[Deployment]:
 
 
 def test_the_app_runs_on_the_simulation_runtime(simulated: Deployment) -> None:
-    """The posterior of the embedded engine; the server's log says phase, change and what is left, round by round."""
+    """The posterior of the embedded engine; the server's log says each round and its phase."""
     results = simulated.work / "results"
     config = f'results="{results}" wait=240.0'
     simulated.shell(f"flwr run . simulation --federation-config '{FEDERATION}' --run-config '{config}'")
@@ -58,18 +57,10 @@ def test_the_app_runs_on_the_simulation_runtime(simulated: Deployment) -> None:
         status = str(run["status"])
     said = simulated.shell(f"flwr log {run['run-id']} simulation --show")
     assert status == "finished:completed", said[-3000:]
-    found, q = posterior(results)
-    assert found["status"] == "converged" and sorted(found["clients"]) == sorted(SITES)
-    assert not any(found["failures"])
-    alone = embedded(simulated.work)
-    assert found["rounds"] == len(alone.records)
-    assert_allclose(q.linear, alone.posterior.linear, rtol=1e-12)
-    assert_allclose(q.precision, alone.posterior.precision, rtol=1e-12, atol=1e-14)
+    found = assert_the_same(results, embedded(simulated.work))
+    assert sorted(found["clients"]) == sorted(SITES)
     for site in SITES:
         assert (simulated.work / "simulated" / site / f"{site}.nc").stat().st_size > 10_000
     rounds = re.findall(r"round (\d+): (\w+), 3 of 3 replies in ([^;\n]+)(.*)", said)
     assert [int(one[0]) for one in rounds] == list(range(1, found["rounds"] + 1))
-    ahead = [rest for _, status, _, rest in rounds if status == "running"]
-    assert all(re.match("; (warm start|EP)", rest) for rest in ahead)
-    assert sum("change" in rest for rest in ahead) > len(ahead) // 2
-    assert [rest for rest in ahead if "; EP" in rest and re.search(r"left, \d", rest)]
+    assert {phase for *_, phase in rounds} == {"; search", "; weighing"}

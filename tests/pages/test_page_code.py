@@ -5,6 +5,7 @@ And a look over all pages: what has code is run here or by a test that is named,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,7 @@ SLOW = {"curves", "fedlmc_ss", "formulas", "models", "networks", "plots", "summa
 ELSEWHERE = {
     "README.md": "formulas/test_formulas.py::test_the_readme_s_code_runs_as_pasted",
     "docs/attacks_measured.md": "pages/test_privacy_doc.py::test_the_code_of_attacks_measured_runs",
+    "docs/bundles.md": "pages/test_bundles_page.py::test_sites_that_answer_bundles",
     "docs/callbacks.md": "run/test_callbacks.py::test_every_recipe_of_the_page_is_run",
     "docs/coming_from": "pages/test_coming_from.py::test_a_page_s_code_runs_as_pasted",
     "docs/deployment.md": "pages/test_deployment_page.py::test_every_block_of_the_page_is_one_of_these",
@@ -138,8 +140,9 @@ ELSEWHERE = {
 COMMANDS = {
     "README.md": ("set up: .ci/run has both, since a test cannot make what it runs in",) * 2,
     "docs/coming_from/r.md": ("pages/test_coming_from.py",),
-    "docs/deployment.md": ("pages/test_deployment_page.py",) * 5,
-    "docs/install_at_a_hospital.md": ("sites/test_check.py",),
+    "docs/deployment.md": ("pages/test_deployment_page.py",) * 3,
+    "docs/install_at_a_hospital.md": ("pages/test_deployment_page.py", "sites/test_check.py"),
+    "docs/bundles.md": ("pages/test_bundles_page.py",),
     "docs/index.md": ("set up: as in README, with other extras",),
     "docs/security.md": ("takes minutes; test_attacks.py has its short form",),
 }
@@ -161,6 +164,7 @@ def has_cuda() -> bool:
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(globals(), "RNG", np.random.default_rng(7))
+    monkeypatch.setattr(logging.getLogger("fedppl"), "handlers", [])  # a page may add one
     names: dict[str, Any] = {"np": np, "pm": pm, "pt": pt, "fedppl": fedppl, **PAGES[page]()}
     found = pages.blocks(DOCS / f"{page}.md")
     assert found

@@ -1,4 +1,4 @@
-"""Where a clinic keeps its data, policy and folder: its node config says so, or in Flower's simulation WORK.
+"""Where a clinic has its data, policy and folder: its node config says so, or in Flower's simulation WORK.
 
 Imported anew for every message: nothing that takes long to import may stand here.
 """
@@ -21,7 +21,6 @@ def place(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise KeyError("WORK is not set: source ./environment.sh before `flwr run . simulation`")
     name, folder = CLINICS[int(config["partition-id"])], Path(work)
     return {
-        "client-id": name,
         "data": str(folder / "data" / f"{name}.csv"),
         "policy": str(folder / "policies" / f"{name}.toml"),
         "folder": str(folder / "simulated" / name),

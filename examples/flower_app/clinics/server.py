@@ -1,4 +1,4 @@
-"""The server's app: it sees names, shapes and moments, and writes the shared posterior to a file."""
+"""The server's app: it sees sums over the clinics, and writes the shared posterior to a file."""
 
 from __future__ import annotations
 
@@ -39,4 +39,6 @@ def report(fit: fedppl.Fit, context: Context) -> None:
 # Made up, in the form of a clinic's data: from them the server knows the model by itself and believes no site about it.
 EXAMPLE = {"X": np.ones((4, len(PREDICTORS))), "y": np.arange(4.0)}
 
-app = fedppl.Flower.server_app(MODEL, ALGORITHM, clients=3, example_data=EXAMPLE, random_seed=1, on_fit=report)
+app = fedppl.Flower.server_app(
+    MODEL, ALGORITHM, clients=3, example_data=EXAMPLE, secure=True, random_seed=1, on_fit=report
+)

@@ -1,4 +1,7 @@
-"""A clinic's app. Node config: data (path of its CSV file), policy (what it allows), folder (its log and posterior)."""
+"""A clinic's app. Node config: data (path of its CSV file), policy (what it allows), folder.
+
+The folder holds all that is the clinic's own: identity and roster, site.sqlite, its posterior.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ app = fedppl.Flower.client_app(
     MODEL,
     ALGORITHM,
     load_data=lambda config: load_csv(place(config)["data"]),
-    client_id=lambda config: str(place(config).get("client-id", "")),  # at a site the name that its key has
     folder=lambda config: place(config)["folder"],
-    policy=lambda config: place(config).get("policy"),  # without one, the default, which wants sums under masks
+    policy=lambda config: place(config)["policy"],
+    secure=lambda config: place(config)["folder"],  # identity, whose name is the client's id, and roster
 )
