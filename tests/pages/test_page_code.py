@@ -133,6 +133,7 @@ ELSEWHERE = {
     "docs/callbacks.md": "run/test_callbacks.py::test_every_recipe_of_the_page_is_run",
     "docs/coming_from": "pages/test_coming_from.py::test_a_page_s_code_runs_as_pasted",
     "docs/deployment.md": "pages/test_deployment_page.py::test_every_block_of_the_page_is_one_of_these",
+    "docs/install_at_a_hospital.md": "pages/test_deployment_page.py::test_lines_of_json",
     "docs/privacy.md": "pages/test_privacy_doc.py::test_the_code_on_the_page_runs",
     "docs/when_it_fails.md": "pages/test_when_it_fails.py::test_every_piece_of_code_ends_as_the_page_says",
 }
