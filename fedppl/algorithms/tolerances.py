@@ -186,6 +186,7 @@ SINGLE_MOVES = 4  # of points to the posterior without a client that tells much;
 SINGLE_MOVED = 192  # points of a scramble after a move; time; − fewer are exact, + time
 SINGLE_HALVINGS = 6  # of the power of their weights, until enough are effective; trial; − stays, + slow steps
 GAUSSIAN_DRAWS = 4096  # points of q for clients' draws; memory; − chance, + memory
+NEVER_DRAWN = 1e-13  # weight of points that clients need not know; 10^4 draws have one by 10^-5; equation; + draws
 MADE_UP = 1e-5  # of the posterior, farthest out, where no value tells of a surrogate; trial; − skewness of its own
 FLATTENED = 1.0, 0.5, 0.25  # powers of weights for a site, until enough points count; trial; fewer have no site
 

@@ -366,3 +366,12 @@ def test_moments_of_a_fit_that_stalls_are_none_that_the_prior_rules_out() -> Non
     stalled = fit(fedppl.FederatedModel(rare, ["a", "b", "tau"]), clients)
     sds = stalled.summary()["sd"]
     assert stalled.status is fedppl.Status.CONVERGED or (sds["a"] < 10 and sds["b"] < 5)
+
+
+def test_a_fit_ends_by_points_that_can_be_drawn() -> None:
+    """Points of no weight may be far out, where a policy refuses the whole message."""
+    fit = fedppl.fit(WARDS, hospitals(3), fedppl.Sums(), progressbar=False, random_seed=1)
+    result = fedppl.Sums().result
+    weights, weighted = result.final_message(fit.state, "ward 0")["weights"], result.shared.weighted(fit.state)
+    assert np.min(weights) > 1e-13 and len(weights) < np.sum(weighted.weights > 0)
+    assert abs(np.sum(weights) - 1.0) < 1e-9

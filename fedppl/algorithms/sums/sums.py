@@ -575,7 +575,8 @@ def _conclusion(state: SumsState, client_id: str) -> Message:
     if posterior is None:
         points, weights = _of_gaussian(q), np.full(tol.GAUSSIAN_DRAWS, 1.0 / tol.GAUSSIAN_DRAWS)
     else:
-        is_some = posterior.weights > 0
+        # A site refuses all of them where one is far out, as points of no weight may be.
+        is_some = posterior.weights > tol.NEVER_DRAWN
         points, weights = posterior.points[is_some], posterior.weights[is_some]
     joins = np.array(float(client_id not in state.clients))
     return {**pack_target(q, q, 0.0), "points": points, "weights": weights, "joins": joins}
