@@ -160,9 +160,9 @@ def _told(names: Sequence[str], node: Node, here: Enrolled, over: Over, drawn: A
             if not np.all(np.isfinite(value)):
                 raise ValueError("it is not finite")
             results[name] = value
-        except Exception:  # any part of a user's model may fail; the other summaries are sent all the same
-            extra = {"run": over.run, "client": over.client_id}
-            logger.warning("client %s has no %r to tell", over.client_id, name, exc_info=True, extra=extra)
+        except Exception as error:  # any part of a user's model may fail; the other summaries are sent all the same
+            extra, trace = {"run": over.run, "client": over.client_id}, not isinstance(error, DeclarationError)
+            logger.warning("client %s has no %r: %s", over.client_id, name, error, exc_info=trace, extra=extra)
     return results
 
 

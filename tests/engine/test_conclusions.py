@@ -175,7 +175,7 @@ def test_no_p_values_from_cavities_that_are_not_of_all_others(tmp_path: Path, ca
     with caplog.at_level(logging.WARNING):
         found = fit(FakeGrid(nodes_of(tmp_path, model, clients, BOTH, algorithm)), model, algorithm)
     assert all(set(told) == {"loo"} for told in found.told.values())
-    assert "client 0 has no 'conflict' to tell" in caplog.text
+    assert "client 0 has no 'conflict'" in caplog.text
     with pytest.raises(DeclarationError, match="without each client"):
         fedppl.conflict(found)
 
