@@ -119,7 +119,7 @@ def _named(app: str) -> Any:
     module, _, name = app.partition(":")
     if not module or not name:
         raise DeclarationError(f"--app {shown(app)} is no module and a name in it; give one like clinics.site:app.")
-    sys.path.insert(0, "")
+    sys.path.append("")  # last: whoever carries bundles may write where this runs
     try:
         found = getattr(importlib.import_module(module), name)
     except (ModuleNotFoundError, AttributeError) as error:

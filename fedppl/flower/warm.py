@@ -155,10 +155,15 @@ def opened(site: Path) -> Path:
     folder = site / "worker"
     site.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
-    status = os.stat(folder, follow_symlinks=False)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+    if not _is_ours(folder):
         raise OSError(f"{str(folder)!r} is a link, of another user or open to others; delete it, and a new one is made")
     return folder
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder is this user's, and nobody else may enter it."""
+    status = os.stat(folder, follow_symlinks=False)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def read_door(folder: Path) -> Door | None:
@@ -234,6 +239,8 @@ def reach(folder: Path, mark: str) -> tuple[Connection, Door] | None:
     with socket.socket(socket.AF_UNIX) as end:
         end.setblocking(False)  # where more wait than it lets wait, to connect fails at once
         try:
+            if not _is_ours(Path(door.address).parent):  # of a worker that has ended anybody may take the place
+                return None
             end.connect(door.address)
         except (FileNotFoundError, ConnectionRefusedError):  # it has ended
             return None

@@ -570,12 +570,15 @@ def _answer(here: Node, config: Mapping[str, Any], parties: _Parties, raw: bytes
     require(kind in KINDS, f"{_decode.brief(kind)!r} is no type of message")
     name, digest = f"{header.run}.bundle", _digest(raw)
     with _kept(here) as memory:
-        number, last, before = recalled(memory, name) or (0, "", b"")
+        number, last, before = recalled(memory, name) or (0, "", np.zeros(0, np.uint8))
     if digest == last:
-        return bytes(before)
+        return before.tobytes()
     if header.number < number:  # one that the server has written anew has the same number, and the node's rules
         rule = f"its number is {header.number}, and number {number} of run {header.run!r} is answered already"
         raise DeclarationError(f"{rule}: it is an older one; carry the latest from the server.")
+    if not number and kind in (ASK, GATE, CONCLUDE):
+        rule = f"it is of run {header.run!r}, in which this folder has answered nothing"
+        raise DeclarationError(f"{rule}: it is for another app of this identity; give each an identity of its own.")
     try:
         with _decode.reading("it"):
             parcel = parcel_of(content)
@@ -585,7 +588,7 @@ def _answer(here: Node, config: Mapping[str, Any], parties: _Parties, raw: bytes
     back = Header(header.run, parties.own.name, parties.server, header.number, ANSWERED, digest)
     bundle = packed(back, _written(kind, reply), parties.own.identity, parties.sealing)
     with _kept(here) as memory:
-        keep(memory, name, (header.number, digest, bundle))
+        keep(memory, name, (header.number, digest, np.frombuffer(bundle, np.uint8)))
     logger.info("run %s, bundle %d (%s) is answered", header.run, header.number, kind, extra={"run": header.run})
     return bundle
 
@@ -601,18 +604,17 @@ def watch(
     refused: dict[Path, str] = {}  # others, which are tried again: what they lack may be put right
     while stop is None or not stop():
         for path in sorted(folder.rglob(f"*{ASKED}")):
-            with contextlib.suppress(FileNotFoundError):  # it is being moved away
+            try:
                 changed = path.stat().st_mtime_ns
-                if done.get(path) == changed:
-                    continue
-                try:
-                    if not _is_answered(path):
-                        answered(path)
-                    done[path] = changed
-                except DeclarationError as error:
-                    if refused.get(path) != str(error):
-                        refused[path] = str(error)
-                        logger.error("%s", error, extra={"status": "refused"})
+                if done.get(path) != changed and not _is_answered(path):
+                    answered(path)
+                done[path] = changed
+            except FileNotFoundError:  # it is being moved away
+                continue
+            except (DeclarationError, OSError) as error:  # nobody ends the service by what they put there
+                if refused.get(path) != str(error):
+                    refused[path] = str(error)
+                    logger.error("bundle %s: %s", path, error, extra={"status": "refused"})
         time.sleep(poll)
 
 

@@ -25,6 +25,7 @@ from fedppl.engine import secure
 from fedppl.engine.guard import REFUSED, digest
 from fedppl.numerics.streams import client_seed
 from fedppl.sites.decode import LABELS_LENGTH, Malformed, Parcel, brief, checked_name, one_text, parsed, require
+from fedppl.storage.store import salt
 from fedppl.types import Array, DeclarationError, Message
 
 WORDS = "words"  # the one array of a masked reply
@@ -233,10 +234,11 @@ def _gate(request: Request) -> bytes:
 
 
 def _where(folder: Path, words: secure.Words | None) -> str:
-    # The folder tells apart the apps of one identity: two accounts that do not know of each other have other masks.
+    # The folder tells apart the apps of one identity, and the salt of its file this one from any that was there before:
+    # two accounts that do not know of each other have other masks.
     # So have other words, where there is one question alone: whatever is deleted at the site, no two have the same.
     about = "" if words is None else f"\n{hashlib.sha256(words.tobytes()).hexdigest()}"
-    return f"{folder.resolve()}{about}"
+    return f"{folder.resolve()}\n{salt(folder)}{about}"
 
 
 def _about(at: Place, about: bytes) -> bytes:

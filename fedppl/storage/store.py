@@ -52,6 +52,7 @@ class Account(NamedTuple):
     idle: int = 0  # lines that cost nothing
     base: Head = Head()  # where the chain begins, since earlier lines were moved away
     requests: int = 0  # that were counted until then
+    salt: str = ""  # in the keys of runs: a file that is begun anew has other masks
 
 
 class Store(NamedTuple):
@@ -96,10 +97,19 @@ def reading(folder: Path) -> Iterator[Store]:
         yield store
 
 
+def salt(folder: Path) -> str:
+    """The salt of a site's file, which is made where there is none."""
+    _require_new(folder)
+    if not os.path.lexists(folder / FILE):
+        _make(folder / FILE)
+    with reading(folder) as store:
+        return store.account[0].salt
+
+
 def _require_new(folder: Path) -> None:
     if older := [name for name in _OLDER if os.path.lexists(folder / name)]:
         rule = f"{str(folder)!r} has {' and '.join(older)}, of an earlier version of fedppl, and this one keeps {FILE}"
-        remedy = "finish its runs with that version, or move the folder away, which grants every limit anew"
+        remedy = "finish its runs with that version, or move it away, which grants every limit anew, with the identity"
         raise DataError(f"{rule}; {remedy}.")
 
 
@@ -113,7 +123,7 @@ def _make(path: Path) -> None:
             connection.execute("PRAGMA journal_mode = WAL")
             for table in _TABLES:
                 connection.execute(table)
-            content, parts = json.dumps(Account()), _sealed({}) * PARTS
+            content, parts = json.dumps(Account(salt=secrets.token_hex(16))), _sealed({}) * PARTS
             signature = _signature(owner_key(make=True), content, parts)
             connection.execute("INSERT INTO account VALUES (?, ?, ?)", (content, parts, signature))
         with suppress(FileExistsError):  # another process was first
@@ -165,9 +175,10 @@ def _read(connection: sqlite3.Connection, folder: Path, shown: str) -> Store:
     ((content, parts, signature),) = rows
     if not hmac.compare_digest(signature, _signature(owner_key(make=False), content, parts)):
         rule = f"{shown} has an account that is not signed with the key in {str(key_path())!r}: it or the key changed"
-        raise DataError(f"{rule}. Put back what was there; moving the whole folder away grants every limit anew.")
-    clients, head, idle, base, requests = json.loads(content)
-    account = Account(clients, Head(*head), idle, Head(*base), requests)
+        anew = "moving the whole folder away grants every limit anew, and the identity goes with it"
+        raise DataError(f"{rule}. Put back what was there; {anew}.")
+    clients, head, idle, base, requests, salt = json.loads(content)
+    account = Account(clients, Head(*head), idle, Head(*base), requests, salt)
     last = execute(store, "SELECT line, record FROM chain ORDER BY line DESC LIMIT 1")
     ends = [(line, *(_link(record) or (0, "", ""))[::2]) for line, record in last] or [(account.base[0], *account.base)]
     if ends != [(account.head.length, *account.head)]:

@@ -655,6 +655,14 @@ def test_accounts_that_do_not_know_of_each_other_have_other_keys(tmp_path: Path)
     assert first.greeting("client 0") != second.greeting("client 0")
 
 
+def test_an_account_that_is_begun_anew_has_other_keys(server: Server) -> None:
+    """Else whoever drops a row, and has the server replay a round, shows what that row adds."""
+    before = server.greeting("client 0")
+    for path in (server.folder / "at client 0").glob("site.sqlite*"):
+        path.unlink()
+    assert server.greeting("client 0") != before
+
+
 # Files ----------------------------------------------------------------------------------------------------------------
 
 

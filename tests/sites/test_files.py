@@ -274,6 +274,17 @@ def test_a_server_that_lost_its_file_may_write_the_last_bundle_anew(base: Path) 
     assert log(base, "north")[-1]["repeated"]
 
 
+def test_what_a_carrier_puts_there_ends_no_service(base: Path) -> None:
+    answer = answerers(base, fedppl.Sums())
+    bundle = next(path for path in waiting(base, fedppl.Sums()) if path.parent.name == "north")
+    (bundle.parent / "loop.ask").symlink_to(bundle.parent / "loop.ask")
+    bundle.with_name("other.answer").mkdir()
+    bundle.with_name("other.ask").write_bytes(bundle.read_bytes())
+    looked = iter([False, False, True])
+    files.watch(bundle.parent, answer["north"], 0.01, lambda: next(looked))
+    assert bundle.with_suffix(".answer").is_file()
+
+
 def test_nothing_is_read_by_who_carries_a_bundle(base: Path) -> None:
     to_end(base, fedppl.Sums())
     for path in (base / "run" / "sites").rglob("*.*"):
@@ -359,7 +370,8 @@ def test_an_answer_that_cannot_be_used_is_named_and_waited_for(base: Path) -> No
 def test_a_message_that_is_none_is_refused_by_the_sites_log(base: Path) -> None:
     """Of the server itself, with its own key: bounds come before anything is made."""
     bundle, north = first_bundle(base), secure.read_keys(base / "north")
-    header, _, _ = files.unpacked(bundle.read_bytes())
+    first = bundle.read_bytes()
+    header, _, _ = files.unpacked(first)
     for body, remedy in (
         (b"", "Error|type"),
         (files._joined([b"train.unknown", b"", b""]), "no type of message"),
@@ -371,9 +383,14 @@ def test_a_message_that_is_none_is_refused_by_the_sites_log(base: Path) -> None:
             answerers(base, fedppl.Sums())["north"](bundle)
     texts, arrays = files._joined([b"round", b"9"]), files._joined([b"mean", b"\x93NUMPY and more"])
     body = files._joined([b"train.fedppl", texts, arrays])
-    bundle.write_bytes(files.packed(header, body, secure.read_keys(base / "server").identity, north.sealing["north"]))
-    answerers(base, fedppl.Sums())["north"](bundle)
-    (line,) = log(base, "north")
+    asked = files.packed(header, body, secure.read_keys(base / "server").identity, north.sealing["north"])
+    bundle.write_bytes(asked)
+    with pytest.raises(DeclarationError, match="an identity of its own"):  # nothing of this run was answered here
+        answerers(base, fedppl.Sums())["north"](bundle)
+    for raw in (first, asked):
+        bundle.write_bytes(raw)
+        answerers(base, fedppl.Sums())["north"](bundle)
+    line = log(base, "north")[-1]
     assert line["event"] == "request" and line["refused"].startswith("malformed")
 
 
