@@ -187,7 +187,7 @@ def message_at(points: Any) -> dict[str, Any]:
         "points": np.asarray(points, dtype=float),
         "known": np.arange(2.0),
         "center": np.asarray(points, dtype=float)[0],
-        **{name: np.array(0.0) for name in ("prior_share", "look", "roughly")},
+        **{name: np.array(0.0) for name in ("prior_share", "alone", "look", "roughly")},
         "some": np.array(1.0),
     }
 
