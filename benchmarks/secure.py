@@ -168,7 +168,7 @@ def set_up(here: node.Node, others: dict[str, secure.Identity], run: str) -> tup
     about, sent = masks.COUNTS + secure.digest(greetings), secure.encoded({"": np.array([200.0, 90, 110, 0, 0])}, 5)
     parts = [part]
     for name, key in keys.items():
-        _, words = secure.masked(secure.joined(key, greetings, roster), sent, 1, masks.COUNTS)
+        words = secure.masked(secure.joined(key, greetings, roster), sent, 1, masks.COUNTS)
         parts.append(secure.published(others[name], name, about, words))
     traffic = [size_of(({}, asked)) + size_of(({}, texts)), size_of(greets) + size_of(joins)]
     return masks.pack_parts(parts), cpu, traffic

@@ -225,7 +225,8 @@ def _folders(node: Node, config: Mapping[str, Any]) -> str:
             raise DeclarationError(f"{str(folder)!r} is no folder in which this user may write; make it, chmod 700.")
         for path in (folder, *folder.iterdir()):
             mode, wanted = stat.S_IMODE(path.lstat().st_mode), "700" if path.is_dir() else "600"
-            if os.name == "posix" and mode & 0o077 and path.name not in (ROSTER, SERVER):
+            private = 0o022 if path.name in (ROSTER, SERVER) else 0o077  # those two anybody may read
+            if os.name == "posix" and mode & private:
                 raise DeclarationError(f"{str(path)!r} is open to others (mode {mode:o}); chmod {wanted}.")
         if (free := shutil.disk_usage(folder).free) < _LEAST_FREE:
             rule = f"has {free / 2**20:.0f} MiB left on its disk, at least {_LEAST_FREE / 2**20:.0f} wanted"

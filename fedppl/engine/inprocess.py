@@ -190,11 +190,12 @@ class InProcessEngine:
         if taken.failures:
             void: Summed = masks.void(taken.failures)
             return void
-        cohort = self._cohorts.get(first.run) or masks.cohort_of(self.clients(), first.run)
+        if first.run not in self._cohorts:
+            self._cohorts[first.run] = masks.cohort_of(self.clients(), first.run)
+        cohort = self._cohorts[first.run]
         parts = {name: masks.encoded(taken.messages[name], len(cohort)) for name in cohort}
         hidden = {name: masks.masked(cohort[name], words, first.round) for name, words in parts.items()}
-        self._cohorts[first.run] = {name: member for name, (member, _) in hidden.items()}
-        total: Summed = masks.summed({name: part for name, (_, part) in hidden.items()}, first.shapes or {})
+        total: Summed = masks.summed(hidden, first.shapes or {})
         return total
 
     def _sum_rows(self, at: Sequence[Any]) -> None:

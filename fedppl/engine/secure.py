@@ -88,7 +88,6 @@ class Member(NamedTuple):
 
     name: str
     keys: Mapping[str, bytes]  # of masks, by the names of the others
-    last: int = 0  # round of its last answer
 
 
 class Part(NamedTuple):
@@ -187,7 +186,7 @@ def sealed(member: Member, words: Words, number: int, asked: bytes) -> Words:
     The stream's key follows, once for each of them in the order of their names, under what both have in common.
     """
     own = _own_key(member, number, asked)
-    _, hidden = masked(member, words, number, asked)
+    hidden = masked(member, words, number, asked)
     keys = [_under(key, own, member.name, number, asked) for _, key in sorted(member.keys.items())]
     return np.concatenate([hidden + _stream(own, number, asked, len(words)), np.frombuffer(b"".join(keys), "<u8")])
 
@@ -286,16 +285,16 @@ def read_wide(words: Words, clients: int) -> list[float]:
     return numbers
 
 
-def masked(member: Member, words: Words, number: int, asked: bytes = b"") -> tuple[Member, Words]:
-    """Words under the masks of a round, and of what was `asked` of all; once, as a difference of two would be bare."""
-    if number <= member.last:
-        remedy = "rounds increase, and each is answered once. The server has to ask again in a new round."
-        raise DeclarationError(f"round {number} was asked of site {member.name!r} after round {member.last}: {remedy}")
+def masked(member: Member, words: Words, number: int, asked: bytes = b"") -> Words:
+    """Words under the masks of a round, and of what was `asked` of all; of two, the difference would be bare.
+
+    That a round is answered once is for the caller, who keeps what was sent.
+    """
     hidden = words.copy()
     for other, key in member.keys.items():
         mask = _stream(key, number, asked, len(words))
         hidden = hidden + mask if member.name < other else hidden - mask
-    return member._replace(last=number), hidden
+    return np.asarray(hidden)
 
 
 def noise(member: Member, words: int, number: int, asked: bytes = b"") -> Words:

@@ -73,43 +73,52 @@ def _conclude(node: Node, config: Mapping[str, Any], memory: Memory, parcel: Par
     except Malformed as error:
         _node.refuse(guard, {"event": "conclusion"}, f"malformed: {error}"[:200])
         return {}
-    if node.secure is not None:
-        return _concluded_under_masks(node, config, memory, over, guard)
-    if not _guard.concluded(guard, over.run):
-        extra = {"run": over.run, "client": over.client_id}
-        logger.warning("client %s was told before that run %s is over", over.client_id, over.run, extra=extra)
-        return {}
-    return _drawn(node, config, memory, over, guard)
-
-
-def _concluded_under_masks(
-    node: Node, config: Mapping[str, Any], memory: Memory, over: Over, guard: _guard.Guard
-) -> Message:
-    """The site's words, of which some may be noise; they are kept, and are the same whenever it is asked the same."""
     about = {"event": "conclusion", "run": over.run, "client": over.client_id}
+    at = None
     try:
-        at, _ = _node.member_of(node, config, memory, over.run)
-        if over.client_id != at.member.name:
-            raise DeclarationError(f"client {over.client_id!r} was told of its end, and this is {at.member.name!r}")
+        if node.secure is not None:
+            at, _ = _node.member_of(node, config, memory, over.run)
+            if over.client_id != at.member.name:
+                raise DeclarationError(f"client {over.client_id!r} was told of its end, and this is {at.member.name!r}")
     except DeclarationError as error:
         _node.refuse(guard, about, f"sums: {error}")
         return {}
     asked, file = _masks.asked_at_end(over.run, over.seed, over.message, over.status), f"{over.run}.conclusion"
-    digest, words = _signed.recalled(memory, file) or ("", {})
+    # What was told is kept, and is the same whenever it is asked the same: a question that comes again after another
+    # would be drawn anew, and under masks the difference of the two would be bare.
+    *earlier, digest, told = _signed.recalled(memory, file) or ("", {})
     if digest == asked.hex():
         _guard.note(guard, None, **about, repeated=True)
-        return dict(words)
+        return dict(told)
+    if asked.hex() in earlier:
+        _node.refuse(guard, about, "conclusion: it was answered, and another has been since")
+        return {}
     if not _guard.concluded(guard, over.run):
         return {}
+    told = _told_at_end(node, config, memory, over, guard, at, asked)
+    _signed.keep(memory, file, (*earlier, digest, asked.hex(), told))
+    return told
+
+
+def _told_at_end(
+    node: Node,
+    config: Mapping[str, Any],
+    memory: Memory,
+    over: Over,
+    guard: _guard.Guard,
+    at: _masks.Place | None,
+    asked: bytes,
+) -> Message:
+    """What the site tells: under masks words, of which some may be noise, since whether it can tell depends on rows."""
+    if at is None:
+        return _drawn(node, config, memory, over, guard)
     told: Message = {}
-    try:  # whether the site can tell depends on its data: it answers by noise where it cannot
+    try:
         told = _drawn(node, config, memory, over, guard, at)
     except Exception:
         extra = {"run": over.run, "client": over.client_id, "status": "failed"}
         logger.exception("client %s drew no posterior", over.client_id, extra=extra)
-    words = _masks.concluded(at, asked, told, SUMS)
-    _signed.keep(memory, file, (asked.hex(), words))
-    return words
+    return _masks.concluded(at, asked, told, SUMS)
 
 
 def _drawn(

@@ -102,7 +102,7 @@ def _member(
 
 def counts_part(files: Path, at: Place, counts: Array) -> dict[str, str]:
     """A site's part of the cohort's counts: masked and signed, so that no server can change their sum."""
-    _, words = secure.masked(at.member, secure.encoded({"": counts}, len(at.names)), 1, COUNTS)
+    words = secure.masked(at.member, secure.encoded({"": counts}, len(at.names)), 1, COUNTS)
     return _packed(secure.published(secure.read_keys(files).identity, at.member.name, _about(at, COUNTS), words))
 
 
@@ -178,7 +178,7 @@ def hidden(at: Place, request: Request, reply: Reply | Failure) -> Reply | Failu
     asked = _asked(request)
     plain = secure.encoded(reply.message, len(at.names))
     lost = _lost(reply.message) | bool(np.any(plain[-2:]))
-    _, words = secure.masked(at.member, _noised(at, plain, lost, request.round, asked), request.round, asked)
+    words = secure.masked(at.member, _noised(at, plain, lost, request.round, asked), request.round, asked)
     return reply._replace(message={WORDS: words.view(np.int64)}, info={}, reason="")
 
 
@@ -223,7 +223,7 @@ def concluded(at: Place, asked: bytes, told: Message, lengths: Mapping[str, int]
         if plain is None or np.any(plain[-2:]):  # numbers that do not fit would be missing in the sum
             hidden = np.frombuffer(secrets.token_bytes(8 * (2 * length + 2)), "<u8").astype(np.uint64)
         else:
-            _, hidden = secure.masked(at.member, plain, 1, _CONCLUSION + name.encode() + b" " + asked)
+            hidden = secure.masked(at.member, plain, 1, _CONCLUSION + name.encode() + b" " + asked)
         words[name] = hidden.view(np.int64)
     return words
 

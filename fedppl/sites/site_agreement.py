@@ -205,7 +205,7 @@ def add(model: FederatedModel, data: Callable[[], Any], texts: Mapping[str, str]
         return refused
     if not _admitted(model, loaded, columns, at, here):
         return refused
-    return {masks.WORDS: secure.masked(at.member, words, 1, masks.COLUMNS)[1].view(np.int64)}, {}
+    return {masks.WORDS: secure.masked(at.member, words, 1, masks.COLUMNS).view(np.int64)}, {}
 
 
 def _in_sum(model: FederatedModel, loaded: Any, texts: Mapping[str, str], rules: policy.Policy) -> dict[str, Told]:

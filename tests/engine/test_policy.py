@@ -1290,15 +1290,22 @@ def test_a_conclusion_says_nothing_of_data_that_changed(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_is_concluded_again_once(tmp_path: Path) -> None:
-    """As where somebody raises the number of rounds: a posterior is drawn once after each answer at most."""
+    """As by a raised number of rounds: drawn once for each end, repeated, and not drawn again for an earlier one."""
     site = site_of(tmp_path)
-    q = LAYOUT.prior
-    texts = {"client_id": "clinic 3", "run": "r", "seed": "1", "status": "converged"}
-    parcel = fedppl.local.target.pack_target(q, q, 0.0), texts
-    for number in (1, 2):
+    parcels = [
+        (
+            fedppl.local.target.pack_target(LAYOUT.prior, LAYOUT.prior, 0.0),
+            {"client_id": "clinic 3", "run": "r", "seed": seed, "status": "converged"},
+        )
+        for seed in "12"
+    ]
+    for number, parcel in enumerate(parcels, start=1):
         assert not refused(sent(site, ask(number)))
-        for _ in range(3):
+        for _ in range(2):
             _conclusions.conclude(site, {}, None, parcel)
     assert (tmp_path / "clinic%203.nc").exists()
-    told = [line["refused"] for line in log_of(tmp_path) if line["event"] == "conclusion"]
-    assert [rule is None for rule in told] == [True, False, False] * 2
+    assert not refused(sent(site, ask(3)))
+    _conclusions.conclude(site, {}, None, parcels[0])
+    lines = [line for line in log_of(tmp_path) if line["event"] == "conclusion"]
+    assert [bool(line.get("repeated")) for line in lines] == [False, True, False, True, False]
+    assert [line["refused"] is None for line in lines] == [True] * 4 + [False]
